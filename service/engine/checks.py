@@ -1,4 +1,4 @@
-"""Refuses targets that cannot be served: by their config, their family, and the tensors in their files."""
+"""Checks by config, model type and tensors whether a target can be served; the errors name the cause."""
 
 import json
 from collections.abc import Collection, Mapping
@@ -27,16 +27,16 @@ VERIFIED = frozenset(
         "starcoder2",
     }
 )
-"""Model types in transformers whose scores tests compare with those of other engines (`tests/conformance`). A type is
-added with its row in that suite."""
+"""Model types of transformers whose logits are compared with those of other engines by `tests/conformance`. A type is
+added together with its row in that suite."""
 
 _OF_A_DRAFTER = "model.mtp_layers."
-"""Prefix of weights in the same files that a form in `drafters/trained` reads."""
+"""Prefix of the drafter weights in a target's files; `drafters/trained` reads them."""
 _INDEX = "model.safetensors.index.json"
 
 
 def refuse_unsupported(full_config: PreTrainedConfig) -> None:
-    """Raise StartupError for models whose attention is not plain causal attention that ours can replace."""
+    """Raise StartupError if our attention cannot replace the model's, because that is not plain causal attention."""
     config = full_config.get_text_config()
     if getattr(full_config, "is_encoder_decoder", False):
         raise StartupError(f"model type {config.model_type!r} is an encoder-decoder; adaptree serves decoders")
@@ -46,53 +46,54 @@ def refuse_unsupported(full_config: PreTrainedConfig) -> None:
             f"model type {config.model_type!r} has layers of kind {sorted(kinds)}, which adaptree cannot run"
         )
     rope = getattr(config, "rope_parameters", None) or {}
-    for parameters in (rope, *rope.values()):  # one for all layers, or one for each kind of layer
+    for parameters in (rope, *rope.values()):  # `rope` holds the parameters of all layers, or those of each layer type
         kind = parameters.get("rope_type") if isinstance(parameters, dict) else None
         if kind in ("dynamic", "longrope"):
             raise StartupError(
-                f"model type {config.model_type!r} scales rotary positions by {kind!r}, which makes one request's text "
-                "depend on another's length; use a checkpoint with rope_type default, linear, yarn or llama3"
+                f"model type {config.model_type!r} scales rotary positions by {kind!r}, with which the text of one "
+                "request depends on the length of others; use a checkpoint with rope_type default, linear, yarn or "
+                "llama3"
             )
     if not _takes_attention(full_config) or getattr(config, "max_position_embeddings", None) is None:
         raise StartupError(
-            f"model type {config.model_type!r} computes attention in a way of its own, which adaptree cannot replace"
+            f"model type {config.model_type!r} has an attention of its own, which adaptree cannot replace"
         )
 
 
 def _takes_attention(config: PreTrainedConfig) -> bool:
-    """Whether transformers lets this model's attention be replaced; other models ignore the setting silently."""
+    """Whether transformers can replace this model's attention; other models ignore the setting silently."""
     known: object = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     return known is None or bool(getattr(known, "_supports_attention_backend", False))
 
 
 def refuse_unverified(model_type: str, *, allowed: bool) -> None:
-    """Raise StartupError for a family whose scores no test compares, unless that is allowed."""
+    """Raise StartupError for a model type that is not in `VERIFIED`, unless such types are allowed."""
     if not allowed and model_type not in VERIFIED:
         raise StartupError(
-            f"model type {model_type!r} is not verified: no test compares its scores with "
-            "those of other engines; set unverified to serve it all the same. Verified are "
-            f"{', '.join(sorted(VERIFIED))}"
+            f"model type {model_type!r} is not verified: no test compares its logits with those of other engines; set "
+            f"unverified to serve it anyway. Verified types: {', '.join(sorted(VERIFIED))}"
         )
 
 
 def refuse_doubled(folder: Path) -> None:
-    """Raise StartupError where the files of a local folder hold a tensor twice: readers take the last one silently."""
+    """Raise StartupError if the safetensors files of a local folder contain a tensor twice; transformers would silently
+    use the last one."""
     index, names = folder / _INDEX, {"model.safetensors"}
     if index.is_file() and not (folder / "model.safetensors").is_file():
         try:
             names = set(json.loads(index.read_text())["weight_map"].values())
         except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise StartupError(f"{index}: it has no valid map of weights to files: {error!r}") from error
+            raise StartupError(f"{index} has no valid weight_map: {error!r}; download it again") from error
     found: dict[str, str] = {}
     for file in sorted(folder / name for name in names):
         for key in _keys(file) if file.is_file() else ():
             if key in found:
-                raise StartupError(f"{file}: tensor {key!r} comes twice, the first time in {found[key]}")
+                raise StartupError(f"{file}: tensor {key!r} occurs twice, first in {found[key]}; remove one of them")
             found[key] = file.name
 
 
 def _keys(file: Path) -> list[str]:
-    """Tensor names in a file's header (eight bytes of length, then JSON); doubled names appear twice."""
+    """Read the tensor names in the header of a safetensors file; duplicate names are returned twice."""
     with file.open("rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
         header = stream.read(min(length, file.stat().st_size))
@@ -100,24 +101,25 @@ def _keys(file: Path) -> list[str]:
         pairs: list[tuple[str, Any]] = json.loads(header, object_pairs_hook=list)
         return [name for name, _ in pairs if name != "__metadata__"]
     except (ValueError, TypeError) as error:
-        raise StartupError(f"{file}: its weights are damaged, copy or download them again: {error}") from error
+        raise StartupError(f"{file}: the weights are damaged; copy or download them again: {error}") from error
 
 
 def refuse_incomplete(report: Mapping[str, Collection[Any]], config: PreTrainedConfig) -> None:
-    """Raise StartupError for missing weights and weights of another shape, which transformers would draw at random, and
-    for weights that the model does not have, which it would ignore. `report`: its `output_loading_info`."""
+    """Raise StartupError for missing weights and weights of another shape, which transformers would initialise at
+    random, and for weights that the model does not have, which it would ignore. `report`: transformers'
+    `output_loading_info`."""
     missing, others = sorted(report["missing_keys"]), sorted(report["unexpected_keys"])
     for key, theirs, ours in report["mismatched_keys"]:
-        raise StartupError(f"tensor {key!r} has the shape {list(theirs)}, by config.json {list(ours)}")
+        raise StartupError(f"tensor {key!r} has the shape {list(theirs)}, but config.json requires {list(ours)}")
     if missing:
         tied = "; if it is the embedding's, set tie_word_embeddings to true in config.json"
         raise StartupError(
-            f"the files hold no weights for {', '.join(missing[:3])} ({len(missing)} in all)"
+            f"the files contain no weights for {', '.join(missing[:3])} ({len(missing)} in all)"
             + (tied if missing == ["lm_head.weight"] else "")
         )
     unread = [key for key in others if not key.startswith(_OF_A_DRAFTER)]
     if unread:
         raise StartupError(
-            f"the files hold {', '.join(unread[:3])} ({len(unread)} in all), which a model of type "
-            f"{config.model_type!r} with this config.json does not have: it would compute without them"
+            f"the files contain {', '.join(unread[:3])} ({len(unread)} in all), which a model of type "
+            f"{config.model_type!r} with this config.json does not have: these weights would be ignored"
         )

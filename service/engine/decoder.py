@@ -1,6 +1,7 @@
-"""The target's layers: our own short list of ops where it computes what the model's modules do, else the modules.
+"""Runs the target's layers: by our own ops if a trial shows that they compute the same as the model's modules,
+otherwise by the modules.
 
-Legend: rows = tokens of one forward, hidden = the model's width, dim = head_dim.
+Legend: rows = tokens of one forward, hidden = the model's width, dim = head_dim, taps = number of tapped layers.
 """
 
 import logging
@@ -22,18 +23,19 @@ from service.engine.kv_pool import KVPool
 from service.engine.modules import AttentionForm, ModuleLayers, decoder_layers, replace_linears, weights_of
 from service.errors import StartupError
 
-_TRIAL_ROWS = 9  # random tokens on which modules and ops are compared
+_TRIAL_ROWS = 9  # number of random tokens on which modules and ops are compared
 
 logger = logging.getLogger(__name__)
 
 LogitRows = Tensor | slice
 Layers = Callable[[Tensor, Tensor, Attention, Tensor, LogitRows, KVPool], tuple[Tensor, Tensor | None]]
-"""tokens, positions, attention, slots [rows], rows that get logits, pool -> logits [logits, vocab], and the outputs of
-the tapped layers [rows, taps * hidden] in the order of `tap_layers`; None without taps"""
+"""Runs a forward: tokens [rows], positions [rows], attention, slots [rows], rows that get logits, pool -> logits
+[logits, vocab], and the outputs of the tapped layers [rows, taps * hidden] in the order of `tap_layers`, or None
+without taps."""
 
 
 class FusedDecoder:
-    """A whole model as ops over flat rows, on the model's own embedding, rotary tables, norm and head."""
+    """Runs a whole model by ops over flat rows, with the model's own embedding, rotary tables, norm and head."""
 
     def __init__(
         self, model: PreTrainedModel, layers: Sequence[DecoderLayer], device: torch.device, taps: Sequence[int] = ()
@@ -43,7 +45,7 @@ class FusedDecoder:
         rotary, text = inner.get_submodule("rotary_emb"), model.config.get_text_config()
 
         def embed(positions: Tensor) -> tuple[Tensor, Tensor]:
-            dtype = self._embedding.dtype  # families compute both in the first argument's type or in float32
+            dtype = self._embedding.dtype  # model families return cos and sin in this type or in float32
             cos, sin = rotary(positions.to(dtype), positions[None])
             return cos[0].to(dtype), sin[0].to(dtype)
 
@@ -53,7 +55,7 @@ class FusedDecoder:
         self._head = self._ops.plan_linear(head.weight, head.bias)
         self._taps = tuple(taps)
         self._runs: dict[int, RunLayers] = {}
-        self._planned_for: Tensor | None = None  # storage of the pool that the plan is for
+        self._planned_for: Tensor | None = None  # storage of the pool for which `_runs` is planned
 
     def __call__(
         self,
@@ -64,7 +66,7 @@ class FusedDecoder:
         logit_rows: LogitRows,
         pool: KVPool,
     ) -> tuple[Tensor, Tensor | None]:
-        """As `Layers`."""
+        """Run a forward; see `Layers`."""
         hidden = self.embedded(tokens)
         places, delta, outputs = self.places(positions, slots, attention), None, dict[int, Tensor]()
         for last, run in self._planned(pool).items():
@@ -75,7 +77,8 @@ class FusedDecoder:
         return self.logits(hidden, delta, logit_rows), features
 
     def _planned(self, pool: KVPool) -> dict[int, RunLayers]:
-        """Runs of layers that end at a tapped one or at the last, by the index of their last layer."""
+        """Plan the layers in runs that each end at a tapped layer or at the last one, by the index of the run's last
+        layer; the plan is kept until the pool changes."""
         if self._planned_for is not pool.storage:
             count = len(self._layers)
             ends = sorted({*self._taps, count - 1})
@@ -89,42 +92,44 @@ class FusedDecoder:
         return self._runs
 
     def embedded(self, tokens: Tensor) -> Tensor:
-        """Look tokens up in the embedding. # [rows] int64 -> [rows, hidden]"""
+        """Look up the embeddings of tokens. # [rows] int64 -> [rows, hidden]"""
         return look_up(tokens, self._embedding)
 
     def places(self, positions: Tensor, slots: Tensor, attention: Attention) -> RowPlaces:
-        """Rotary embedding, slots and attention of a forward's rows. # positions, slots [rows] int64"""
+        """Collect rotary embedding, slots and attention of a forward's rows. # positions, slots [rows] int64"""
         return RowPlaces(*self._rotary(positions), slots, attention)
 
     def logits(self, hidden: Tensor, delta: Tensor | None, rows: LogitRows) -> Tensor:
-        """Logits of some rows from the last layer's output. # hidden, delta [rows, hidden] -> [logits, vocab]"""
+        """Compute the logits of `rows`; the last layer's output is `hidden` + `delta`.
+        # hidden, delta [rows, hidden] -> [logits, vocab]"""
         states = self._ops.add_rms_norm(hidden, delta, self._norm, self._layers[-1].epsilon)
         return self._head(states[rows])
 
 
 @torch.no_grad()
 def layers_of(model: PreTrainedModel, pool: KVPool, ops: Ops, tap_layers: Sequence[int]) -> Layers:
-    """Take over the model: as ops if they compute what its modules do, else as modules with planned linear layers.
+    """Build the runner of a model's layers: our ops if they compute the same as its modules, otherwise the modules with
+    linear layers replaced by planned ones. The model's weights move into the runner.
 
-    The comparison writes to the pool. Raises StartupError for a model that cannot run, or when the device's ops do not
-    compute what plain torch does."""
+    The comparison writes to the pool. Raises StartupError for a model that cannot run, or if the device's ops compute
+    something else than plain torch."""
     trial = _Trial.of(model, pool, REFERENCE)
     forms, calls, expected = _recorded(model, trial)
     agree = partial(_agree, epsilon=_epsilon(model))
     difference = _difference(model, trial, forms, calls, expected, agree)
     if difference is not None:
         count = replace_linears(model, ops)
-        logger.info("%s: the model's own modules run, %d linear layers of them planned", difference, count)
+        logger.info("%s, so the model runs by its own modules, with %d linear layers by kernels", difference, count)
         return ModuleLayers(model, tap_layers)
     layers, stack = list[DecoderLayer](), decoder_layers(model)
     for form in forms:
         layers.append(_layer_of(stack[0], form, model, ops))
-        del stack[0]  # so that no weight is held twice for long
+        del stack[0]  # keeps the weights of at most one layer in memory twice
     decoder = FusedDecoder(model, layers, trial.positions.device, tap_layers)
     model.set_output_embeddings(nn.Identity())
     found, _ = decoder(*_Trial.of(model, pool, ops))
     if not agree(found, expected, expected):
-        raise StartupError("this device's kernels do not compute what plain torch does: run `make install` again")
+        raise StartupError("this device's kernels compute something else than plain torch: run `make install` again")
     return decoder
 
 
@@ -165,7 +170,8 @@ class _Call(NamedTuple):
 
 
 def _recorded(model: PreTrainedModel, trial: _Trial) -> tuple[list[AttentionForm], list[_Call], Tensor]:
-    """Run the model's modules: the attention form and the input and output of each layer, and logits [rows, vocab]."""
+    """Run the model's modules on the trial. Returns each layer's attention form, each layer's input and output, and the
+    logits [rows, vocab]."""
     calls = list[_Call]()
 
     def record(layer: nn.Module, args: tuple[Tensor, ...], output: Any) -> None:
@@ -188,8 +194,8 @@ def _difference(
     logits: Tensor,
     agree: Callable[[Tensor, Tensor, Tensor], bool],
 ) -> str | None:
-    """The first difference between ops and modules, None where they agree. Computed with plain torch, so that weights
-    are joined for one layer at a time."""
+    """Describe the first difference between ops and modules for the log. Returns None if they agree. The ops are the
+    reference in plain torch, which needs no second copy of all weights."""
     layers = decoder_layers(model)
     try:
         first = _layer_of(layers[0], forms[0], model, REFERENCE)
@@ -199,25 +205,26 @@ def _difference(
             hidden = call.hidden.clone()
             delta = _layer_of(module, form, model, REFERENCE)(hidden, None, places, trial.pool.layer(index))
             if not agree(hidden + delta, call.output, call.output - call.hidden):
-                return f"layer {index} is no standard one"
+                return f"layer {index} is not a standard layer"
         if not torch.equal(decoder.embedded(trial.tokens), calls[0].hidden):
-            return "tokens are not embedded by a table alone"
+            return "the embedding is not a plain table"
         if not agree(decoder.logits(calls[-1].output.clone(), None, trial.logit_rows), logits, logits):
-            return "after the last layer comes more than a norm and a head"
-    except (AttributeError, TypeError, ValueError) as error:  # the model has other parts, or they take other arguments
+            return "the last layer is followed by more than a norm and a head"
+    except (AttributeError, TypeError, ValueError) as error:  # the model has other modules, or with other arguments
         return str(error)
     return None
 
 
 def _layer_of(module: nn.Module, form: AttentionForm, model: PreTrainedModel, ops: Ops) -> DecoderLayer:
-    """The layer as ops. Raises ValueError for other weights than a standard layer has, and for capped scores."""
+    """Build a layer of ops with the module's weights. Raises ValueError if a standard layer has other weights, or
+    if attention scores are capped."""
     if form.softcap is not None:
-        raise ValueError("scores of attention are capped")
+        raise ValueError("attention scores are capped")
     text = model.config.get_text_config()
     return DecoderLayer.of(
         weights_of(module),
         ops,
-        FUSED_FAMILIES.get(text.model_type, FUSED_FAMILIES["llama"]),  # whether it computes the same is tried
+        FUSED_FAMILIES.get(text.model_type, FUSED_FAMILIES["llama"]),  # the trial decides if it fits others
         query_heads=text.num_attention_heads,
         epsilon=float(text.rms_norm_eps),
         scale=form.scale,
@@ -226,13 +233,14 @@ def _layer_of(module: nn.Module, form: AttentionForm, model: PreTrainedModel, op
 
 
 def _epsilon(model: PreTrainedModel) -> float:
-    """The relative rounding of the model's products: its type's, or of the 8 bits that quantised products round
-    their input to, which is bfloat16's."""
+    """Relative rounding error of the model's products: the epsilon of its dtype, or with quantised weights bfloat16's,
+    because such products round their input to 8 bits."""
     quantised = any(isinstance(weight, QuantisedWeight) for weight in weights_of(model).values())
     return torch.finfo(torch.bfloat16 if quantised else model.dtype).eps
 
 
 def _agree(found: Tensor, expected: Tensor, added: Tensor, *, epsilon: float) -> bool:
-    """Whether half of the digits of `added` agree, apart from what rounding the sum may change. # all [rows, hidden]"""
+    """Whether `found` and `expected` differ by no more than half of the digits of `added`, the part of `expected` that
+    the layer contributed, and the rounding of the sum. # all [rows, hidden]"""
     allowed = epsilon**0.5 * added.float().norm() + 2 * epsilon * expected.float().norm()
     return bool((found.float() - expected.float()).norm() <= allowed)

@@ -1,7 +1,7 @@
-"""transformers configuration and tensor names of a GGUF file.
+"""Translates metadata and tensor names of a GGUF file to the transformers config and its parameter names.
 
-Key names follow llama.cpp. Every key of the file's architecture must be read here or be listed as irrelevant; unknown
-keys are start-up errors, because ignoring one could change the model's output.
+Key names follow llama.cpp. Every key of the file's architecture must be read here or be listed as irrelevant; an
+unknown key is a start-up error, because ignoring it could change the model's output.
 """
 
 import math
@@ -19,10 +19,10 @@ Values = dict[str, Any]
 """Fields of a transformers config."""
 
 ROPE_FACTORS = "rope_freqs.weight"
-"""Tensor of divisors of the rotary frequencies: the scaling of Llama 3.1 and later."""
+"""Name of the tensor that holds divisors of the rotary frequencies, the scaling of Llama 3.1 and later."""
 _NO_EFFECT = frozenset(
     {
-        "vocab_size",  # read from the embedding
+        "vocab_size",  # taken from the embedding
         "rope.scaling.finetuned",
         "tensor_data_layout",
         "expert_used_count",  # irrelevant: models with experts are refused by `expert_count`
@@ -30,12 +30,12 @@ _NO_EFFECT = frozenset(
         "quantize_imatrix",
     }
 )
-_LOCAL_THETA = 10_000.0  # rotary base of Gemma 3's windowed layers, which early files omit
-_GEMMA_27B = (46, 62)  # layer counts of the two Gemmas that scale scores by hidden_size / heads
+_LOCAL_THETA = 10_000.0  # rotary base of Gemma 3's windowed layers; early files do not contain it
+_GEMMA_27B = (46, 62)  # layer counts of the two Gemmas that scale attention scores by hidden_size / heads
 
 
 class Metadata:
-    """Keys of a file's architecture, without the prefix. Tracks which were read."""
+    """Reads the metadata keys of a file's architecture, named without its prefix, and tracks which were read."""
 
     def __init__(self, file: GGUFFile) -> None:
         self._file, self.prefix = file.path.name, f"{file.architecture}."
@@ -43,61 +43,62 @@ class Metadata:
         self._unread = {name.removeprefix(self.prefix): file.fields[name] for name in own}
 
     def take(self, name: str, default: Any = None, *, by_layer: bool = False) -> Any:
-        """Read a key. A list of equal values per layer is one value; `by_layer`: return any list."""
+        """Read a key, or return `default`. A list with one value per layer is reduced to this value if all are equal,
+        unless `by_layer`. Raises StartupError if they differ."""
         value = self._unread.pop(name, default)
         if by_layer or not isinstance(value, list):
             return value
         if len(set(value)) != 1:
-            raise StartupError(f"{self._file}: {self.prefix}{name} differs between layers, which adaptree cannot run")
+            raise StartupError(f"{self._file}: {self.prefix}{name} differs between layers; adaptree cannot run that")
         return value[0]
 
     def drop(self, *prefixes: str) -> None:
-        """Ignore keys with these prefixes."""
+        """Ignore all keys with these prefixes."""
         self._unread = {name: value for name, value in self._unread.items() if not name.startswith(prefixes)}
 
     def need(self, name: str) -> Any:
         """Read a required key. Raises StartupError if it is missing."""
         value = self.take(name)
         if value is None:
-            raise StartupError(f"{self._file}: the key {self.prefix}{name} is missing; convert the model again")
+            raise StartupError(f"{self._file}: key {self.prefix}{name} is missing; convert the model again")
         return value
 
     def refuse(self, name: str, value: object) -> StartupError:
-        """Error for an unsupported value."""
+        """Build the error for an unsupported value of a key."""
         return StartupError(f"{self._file}: {self.prefix}{name} is {value}, which adaptree cannot run")
 
     def expect(self, name: str, value: object) -> None:
-        """Raise StartupError if a key is present with another value."""
+        """Read an optional key. Raises StartupError if it has another value than this one."""
         found = self.take(name, value)
         if found != value:
             raise self.refuse(name, found)
 
     def refuse_unread(self) -> None:
-        """Raise StartupError for an unread key that might change the forward pass."""
+        """Raise StartupError if a key was not read that may change the model's output."""
         unknown = sorted(self._unread.keys() - _NO_EFFECT)
         if unknown:
             raise StartupError(
-                f"{self._file}: adaptree does not know the key {self.prefix}{unknown[0]}, without which this model may "
-                f"compute something else ({len(unknown)} such in all)"
+                f"{self._file}: adaptree does not support the key {self.prefix}{unknown[0]}, and ignoring it may "
+                f"change the model's output ({len(unknown)} such keys in all)"
             )
 
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """Differences of an architecture's files from Llama's."""
+    """Describes how the files of an architecture differ from Llama's."""
 
-    model_type: str  # name in transformers
+    model_type: str  # name of the architecture in transformers
     tensors: Mapping[str, str] | None = None
-    """Layer modules by tensor name, where they differ from `_LAYER`."""
+    """Layer modules by tensor name that differ from `_LAYER`."""
     more: Callable[[Values, Metadata, GGUFFile], Values] | None = None
-    """Computes further configuration fields from the common ones."""
-    epsilon: tuple[str, str] = ("attention.layer_norm_rms_epsilon", "rms_norm_eps")
+    """Computes additional config fields from the common ones, the metadata and the file."""
+    epsilon: tuple[str, str] = ("attention.layer_norm_rms_epsilon", "rms_norm_eps")  # key and config field
     rotary_part: bool = False  # rotary embeddings may cover a part of each head
-    pairs_adjacent: bool = False  # rotary pairs are interleaved in the file
-    norms_plus_one: bool = False  # norm weights are stored as 1 + weight
+    pairs_adjacent: bool = False  # whether rotary pairs are interleaved in the file
+    norms_plus_one: bool = False  # whether norm weights are stored as 1 + weight
 
     def names(self, num_layers: int) -> dict[str, str]:
-        """transformers module names by tensor names, both without `.weight` and `.bias`."""
+        """Map tensor names to module names of transformers, both without `.weight` and `.bias`."""
         layer = {**_LAYER, **(self.tensors or {})}
         names = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
         for index in range(num_layers):
@@ -130,7 +131,7 @@ def config_of(file: GGUFFile) -> PreTrainedConfig:
         return _config(architecture_of(file), Metadata(file), file)
     except (TypeError, ArithmeticError, StrictDataclassError) as error:
         raise StartupError(
-            f"{file.path.name}: a key has a value of another kind than its name says: {error}"
+            f"{file.path.name}: a key has a value of the wrong type ({error}); convert the model again"
         ) from error
 
 
@@ -138,7 +139,7 @@ def _config(architecture: Architecture, keys: Metadata, file: GGUFFile) -> PreTr
     for name in (name for name in file.tensors if name.startswith("rope_factors_")):
         raise StartupError(
             f"{file.path.name}: tensor {name!r}: rotary positions are scaled by the length of the text (longrope), "
-            "which makes one request's text depend on another's length; use a file for a shorter context"
+            "with which the text of one request depends on the length of others; use a file for a shorter context"
         )
     values = _common(architecture, keys, file)
     if architecture.more is not None:
@@ -162,7 +163,7 @@ def architecture_of(file: GGUFFile) -> Architecture:
 
 
 def _common(architecture: Architecture, keys: Metadata, file: GGUFFile) -> Values:
-    """Configuration fields that all architectures share."""
+    """Build the config fields that all architectures share."""
     hidden, heads = keys.need("embedding_length"), keys.need("attention.head_count")
     head_dim = keys.take("attention.key_length", hidden // heads)
     if (values_dim := keys.take("attention.value_length", hidden // heads)) != head_dim:
@@ -170,11 +171,12 @@ def _common(architecture: Architecture, keys: Metadata, file: GGUFFile) -> Value
     key, epsilon = architecture.epsilon
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None:
-        raise StartupError(f"{file.path.name}: there is no tensor 'token_embd.weight'")
+        raise StartupError(f"{file.path.name}: tensor 'token_embd.weight' is missing; convert the model again")
     tokens = file.fields.get("tokenizer.ggml.tokens")
     if tokens is not None and len(tokens) != embedding.shape[0]:
         raise StartupError(
-            f"{file.path.name}: tensor 'token_embd.weight' has {embedding.shape[0]} rows for {len(tokens)} tokens"
+            f"{file.path.name}: tensor 'token_embd.weight' has {embedding.shape[0]} rows, but the vocabulary has "
+            f"{len(tokens)} tokens; convert the model again"
         )
     return {
         "hidden_size": hidden,
@@ -194,8 +196,8 @@ def _common(architecture: Architecture, keys: Metadata, file: GGUFFile) -> Value
 
 
 def _rope(architecture: Architecture, head_dim: int, keys: Metadata) -> Values:
-    """Rotary parameters with llama.cpp's defaults: a factor without type means linear scaling; YaRN's attention factor
-    is (0.1 ln(factor) + 1) times the file's (Peng et al. 2023, equation 22)."""
+    """Build the rotary parameters with llama.cpp's defaults: a factor without type means linear scaling; YaRN's
+    attention factor is the file's times 0.1 ln(factor) + 1 (Peng et al. 2023, equation 22)."""
     found: Values = {"rope_type": "default", "rope_theta": keys.take("rope.freq_base", 10_000.0)}
     rotated = keys.take("rope.dimension_count", head_dim)
     if architecture.rotary_part:
@@ -223,7 +225,7 @@ def _rope(architecture: Architecture, head_dim: int, keys: Metadata) -> Values:
 
 
 def _biases(values: Values, keys: Metadata, file: GGUFFile) -> Values:
-    """Llama has biases if the file has their tensors."""
+    """Config fields for biases; layers have biases if the file contains their tensors."""
     return {
         "attention_bias": "blk.0.attn_q.bias" in file.tensors,
         "mlp_bias": "blk.0.ffn_up.bias" in file.tensors,
@@ -241,7 +243,8 @@ def _gemma2(values: Values, keys: Metadata, file: GGUFFile) -> Values:
 
 
 def _gemma3(values: Values, keys: Metadata, file: GGUFFile) -> Values:
-    """Rotary scaling applies to layers without window. Keys of a vision tower are ignored."""
+    """Config fields of Gemma 3. Rotary scaling applies only to layers without a window. Keys of the vision tower are
+    ignored."""
     keys.drop("mm.", "vision.")
     return {
         "sliding_window": keys.need("attention.sliding_window"),
@@ -253,21 +256,22 @@ def _gemma3(values: Values, keys: Metadata, file: GGUFFile) -> Values:
 
 
 def _rope_by_layer(values: Values, theta: float) -> Values:
-    """Rotary parameters per layer type: the file's for full attention, unscaled with base `theta` for windows."""
+    """Rotary parameters by layer type: the file's for full attention, unscaled ones with base `theta` for windows."""
     local = {"rope_type": "default", "rope_theta": theta}
     return {"full_attention": values["rope_parameters"], "sliding_attention": local}
 
 
 def _gemma_scalar(values: Values) -> int:
-    """`query_pre_attn_scalar`: scores are divided by its root. Not in files; derived from the layer count as in
-    llama.cpp."""
+    """Value of `query_pre_attn_scalar`, by whose square root attention scores are divided. Files do not contain it; as
+    in llama.cpp it follows from the layer count."""
     is_27b = values["num_hidden_layers"] in _GEMMA_27B
     scalar: int = values["hidden_size"] // values["num_attention_heads"] if is_27b else values["head_dim"]
     return scalar
 
 
 def _layer_types(values: Values, keys: Metadata, *, period: int) -> list[str]:
-    """Layer types as the file lists them; otherwise the last of every `period` layers has full attention."""
+    """Attention type of each layer, from the file's list. Without one the last of every `period` layers has full
+    attention, the others have a window."""
     pattern, count = keys.take("attention.sliding_window_pattern", period, by_layer=True), values["num_hidden_layers"]
     windowed = pattern if isinstance(pattern, list) else [index % pattern < pattern - 1 for index in range(count)]
     return ["sliding_attention" if one else "full_attention" for one in windowed]
@@ -281,7 +285,8 @@ def _phi3(values: Values, keys: Metadata, file: GGUFFile) -> Values:
 
 
 def _granite(values: Values, keys: Metadata, file: GGUFFile) -> Values:
-    """Granite's multipliers. Missing ones default to 1, the attention multiplier to head_dim ** -0.5."""
+    """Config fields of Granite: its multipliers. A missing attention multiplier defaults to head_dim ** -0.5, the
+    embedding and residual multipliers to 1."""
     return {
         "attention_multiplier": keys.take("attention.scale") or values["head_dim"] ** -0.5,
         "embedding_multiplier": keys.take("embedding_scale") or 1.0,
@@ -292,7 +297,7 @@ def _granite(values: Values, keys: Metadata, file: GGUFFile) -> Values:
 
 
 def _olmo2(values: Values, keys: Metadata, file: GGUFFile) -> Values:
-    """OLMo 2; a file with windows is an OLMo 3, whose windowed layers use unscaled rotary positions."""
+    """Config fields of OLMo 2, or of OLMo 3 if the file has a window; windowed layers use unscaled rotary positions."""
     window = keys.take("attention.sliding_window", 0)
     if not window:
         return {}
@@ -341,4 +346,4 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         epsilon=("attention.layer_norm_epsilon", "norm_epsilon"),
     ),
 }
-"""Supported architectures by their name in GGUF files."""
+"""Supported architectures by their names in GGUF files."""

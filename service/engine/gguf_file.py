@@ -1,7 +1,7 @@
-"""Loads models from GGUF files. Quantised matrices keep their blocks, or are dequantised to the model's dtype.
+"""Loads models from GGUF files. Quantised matrices keep their blocks or are dequantised to the model's dtype.
 
-A quantised matrix is [rows, blocks, bytes] in the file. ggml defines the formats (ggml-common.h, ggml-quants.c).
-Formats without a kernel are dequantised and kept in 8 bits.
+A quantised matrix is stored as [rows, blocks, bytes], in formats defined by ggml (ggml-common.h, ggml-quants.c). If
+blocks are kept, matrices in a format without a kernel are quantised anew to 8 bits.
 """
 
 import logging
@@ -28,15 +28,15 @@ from service.errors import StartupError
 
 logger = logging.getLogger(__name__)
 
-_PIECE = 1 << 23  # weights dequantised at once
+_PIECE = 1 << 23  # number of weights that are converted at once
 _PLAIN = {GGMLQuantizationType.F32, GGMLQuantizationType.F16, GGMLQuantizationType.BF16, GGMLQuantizationType.F64}
 
 
 def load_gguf(
     file: GGUFFile, config: PreTrainedConfig, dtype: torch.dtype, attention: str, *, in_blocks: bool
 ) -> PreTrainedModel:
-    """Load a model on the CPU in `dtype`. `in_blocks`: keep quantised matrices as `QuantisedWeight` and all else in
-    float32, as llama.cpp does. Raises StartupError for missing or unknown tensors and wrong shapes."""
+    """Load a model to the CPU in `dtype`. `in_blocks`: keep quantised matrices as `QuantisedWeight`, and all other
+    weights in float32, as llama.cpp does. Raises StartupError for missing or unknown tensors and wrong shapes."""
     if in_blocks:
         dtype = torch.float32
     with no_init_weights(), init_empty_weights(include_buffers=False):
@@ -56,15 +56,15 @@ def load_gguf(
     missing = [named.get(name, name) for name, value in model.named_parameters() if value.is_meta]
     if missing:
         raise StartupError(
-            f"{file.path.name}: there are no weights for {', '.join(missing[:3])} ({len(missing)} in all)"
+            f"{file.path.name}: weights are missing for {', '.join(missing[:3])} ({len(missing)} in all)"
         )
     shares = ", ".join(f"{name} {count / 1e6:.0f} M" for name, count in kept.most_common())
-    logger.info("%s: weights are held as %s", file.path.name, shares)
+    logger.info("%s: number of weights by type: %s", file.path.name, shares)
     return model
 
 
 def _places(architecture: Architecture, model: PreTrainedModel) -> dict[str, str]:
-    """Parameter names of the model by tensor name."""
+    """Map tensor names to parameter names of the model."""
     names = architecture.names(model.config.num_hidden_layers)
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     both = {f"{theirs}.{kind}": f"{ours}.{kind}" for theirs, ours in names.items() for kind in ("weight", "bias")}
@@ -72,22 +72,23 @@ def _places(architecture: Architecture, model: PreTrainedModel) -> dict[str, str
 
 
 def _take(model: PreTrainedModel, name: str, place: str | None, tensor: GGUFTensor, in_blocks: bool) -> str:
-    """Load a tensor into the model; returns the name of its stored format. Raises ValueError for a tensor that does not
-    fit the model."""
+    """Load a tensor into the model. Returns the name of the format in which it is kept. Raises ValueError for a tensor
+    that does not fit the model."""
     if name == ROPE_FACTORS:
         return _scale_frequencies(model, tensor)
     if place is None:
-        raise ValueError("this model has no such weight, and would compute without it")
+        raise ValueError("this model has no such weight, so it would be ignored")
     expected = tuple(model.get_parameter(place).shape)
     if tensor.shape != expected:
-        raise ValueError(f"its shape is {list(tensor.shape)}, by the keys of the file {list(expected)}")
+        raise ValueError(f"its shape is {list(tensor.shape)}, but the file's metadata requires {list(expected)}")
     return _put(model, place, tensor, in_blocks)
 
 
 def _as_transformers_has_it(
     tensor: GGUFTensor, name: str, config: PreTrainedConfig, architecture: Architecture
 ) -> GGUFTensor:
-    """Convert a tensor to transformers' layout: norm weights around zero, rotary pairs as two halves of each head."""
+    """Convert a tensor to transformers' layout: norm weights without the added 1, rotary pairs as two halves of each
+    head."""
     module = name.split(".")[-2] if "." in name else name
     if architecture.norms_plus_one and module.endswith("_norm"):
         return GGUFTensor(tensor.shape, GGMLQuantizationType.F32, dequantize(tensor.data, tensor.kind) - 1)
@@ -99,10 +100,11 @@ def _as_transformers_has_it(
 
 
 def _scale_frequencies(model: PreTrainedModel, factors: GGUFTensor) -> str:
-    """Divide rotary frequencies by the file's factors. # factors [rotary_dim / 2]"""
+    """Divide the model's rotary frequencies by the file's factors. Returns the name of their dtype.
+    # factors [rotary_dim / 2]"""
     frequencies = dict(model.get_decoder().named_buffers()).get("rotary_emb.inv_freq")
     if frequencies is None:
-        raise ValueError("the layers of this model have frequencies of their own")
+        raise ValueError("this model has separate rotary frequencies for each layer type")
     frequencies /= _numbers(factors).view_as(frequencies)
     return str(frequencies.dtype).removeprefix("torch.")
 
@@ -112,7 +114,7 @@ def _numbers(tensor: GGUFTensor) -> Tensor:
 
 
 def _put(model: PreTrainedModel, name: str, tensor: GGUFTensor, in_blocks: bool) -> str:
-    """Set a parameter of the model; returns the name of its stored format."""
+    """Set a parameter of the model. Returns the name of the format in which it is kept."""
     place, _, parameter = name.rpartition(".")
     parent_name, _, own_name = place.rpartition(".")
     parent, module, dtype = model.get_submodule(parent_name), model.get_submodule(place), model.dtype
@@ -149,7 +151,8 @@ def _tie(model: PreTrainedModel) -> None:
 
 
 def _kept(data: NDArray[Any], kind: GGMLQuantizationType, dtype: torch.dtype) -> tuple[QuantisedWeight, str]:
-    """Convert to the kernels' block format; also returns the format's name. # data [out, bytes]"""
+    """Convert a quantised matrix to the kernels' block format. Returns it, and the name of the format.
+    # data [out, bytes]"""
     columns, size = GGML_QUANT_SIZES[kind]
     shape = data.shape[0], data.shape[1] // size * columns
     keep = ops.on(torch.device("cpu")).keep_blocks
@@ -178,13 +181,14 @@ def _nibbles(raw: Tensor) -> Tensor:
 
 
 def _bits(raw: Tensor, *shifts: int, mask: int = 1) -> Tensor:
-    """Masked bits of all bytes at each shift, concatenated. # [..., n] -> [..., shifts * n]"""
+    """Shift all bytes right by each of `shifts`, mask them, and concatenate the results.
+    # [..., n] -> [..., shifts * n]"""
     return torch.cat([raw >> shift & mask for shift in shifts], dim=-1)
 
 
 def _of_32(raw: Tensor, form: BlockFormat) -> QuantisedBlocks:
-    """Unpack Q4_0, Q4_1, Q5_0, Q5_1: scale, minimum, fifth bits; byte j holds four bits of columns j and j + 16.
-    # [rows, blocks, bytes]"""
+    """Unpack Q4_0, Q4_1, Q5_0 and Q5_1. A block holds scale, minimum, fifth bits, and codes, with four bits of columns
+    j and j + 16 in byte j. # [rows, blocks, bytes]"""
     halves = 2 * (1 + form.has_minima)
     head, rest = _halves(raw[..., :halves]), raw[..., halves:]
     codes = _nibbles(rest[..., -16:])
@@ -195,19 +199,19 @@ def _of_32(raw: Tensor, form: BlockFormat) -> QuantisedBlocks:
 
 
 def _q8_0(raw: Tensor, form: BlockFormat) -> QuantisedBlocks:
-    """Unpack Q8_0: scale, and signed bytes. # [rows, blocks, bytes]"""
+    """Unpack Q8_0. A block holds a scale, and codes as signed bytes. # [rows, blocks, bytes]"""
     return QuantisedBlocks(raw[..., 2:] ^ 128, _halves(raw[..., :2]))
 
 
 def _scaled(blocks: Tensor, scales: Tensor) -> Tensor:
-    """Sub-block scales of K formats: integers times the block's scale. # blocks [rows, blocks, 1],
-    scales [rows, blocks, parts] -> [rows, blocks * parts]"""
+    """Compute the sub-block scales of K formats: integer scales times the block's scale.
+    # blocks [rows, blocks, 1], scales [rows, blocks, parts] -> [rows, blocks * parts]"""
     return (blocks.float() * scales.float()).half().flatten(1)
 
 
 def _of_k(raw: Tensor, form: BlockFormat) -> QuantisedBlocks:
-    """Unpack Q4_K and Q5_K: block scale and minimum, eight 6-bit scales and minima, fifth bits, and codes in groups
-    of 64 columns. # [rows, blocks, bytes]"""
+    """Unpack Q4_K and Q5_K. A block holds its scale and minimum, eight 6-bit scales and minima, fifth bits, and codes
+    in groups of 64 columns. # [rows, blocks, bytes]"""
     heads, packed, rest = _halves(raw[..., :4]), raw[..., 4:16], raw[..., 16:]
     first, second, third = packed.split(4, dim=-1)
     scales = torch.cat([first & 63, third & 15 | first >> 6 << 4], dim=-1)
@@ -224,8 +228,8 @@ def _of_k(raw: Tensor, form: BlockFormat) -> QuantisedBlocks:
 
 
 def _q6_k(raw: Tensor, form: BlockFormat) -> QuantisedBlocks:
-    """Unpack Q6_K: lower four bits, upper two bits, 16 scales, block scale; codes in groups of 128 columns. # [rows,
-    blocks, bytes]"""
+    """Unpack Q6_K. A block holds the lower four bits and the upper two bits of codes in groups of 128 columns, 16
+    scales, and its own scale. # [rows, blocks, bytes]"""
     low, high = raw[..., :128].unflatten(-1, (2, 64)), raw[..., 128:192].unflatten(-1, (2, 32))
     codes = _nibbles(low) | _bits(high, 0, 2, 4, 6, mask=3) << 4
     scales = _scaled(_halves(raw[..., 208:]), raw[..., 192:208].view(torch.int8))
@@ -243,4 +247,4 @@ _FORMATS: Mapping[GGMLQuantizationType, tuple[BlockFormat, Callable[[Tensor, Blo
     GGMLQuantizationType.Q5_K: (BlockFormat(6, 0, has_minima=True), _of_k),
     GGMLQuantizationType.Q6_K: (BlockFormat(6, 32, size=16), _q6_k),
 }
-"""Formats that keep their blocks: block format of the kernels, and the function that unpacks the file's bytes."""
+"""File formats whose blocks can be kept, with the kernels' block format and the function that unpacks the bytes."""

@@ -1,7 +1,7 @@
-"""Reads GGUF files, versions 2 and 3: metadata as Python values, tensors as views of the mapped file.
+"""Reads GGUF files of versions 2 and 3: metadata as Python values, tensors as views of the memory-mapped file.
 
-Format: ggml's docs/gguf.md. The reader of the `gguf` package is not used: it keeps an array per string, which takes
-seconds for a large vocabulary, does not read split files and does not name truncated tensors.
+The format is described in ggml's docs/gguf.md. The `gguf` package's own reader is not used: it creates an array per
+string, which takes seconds for a large vocabulary, and it neither reads split files nor names truncated tensors.
 """
 
 import mmap
@@ -46,16 +46,16 @@ _DAMAGE = (ValueError, IndexError, KeyError, OverflowError, struct.error)
 
 
 class GGUFTensor(NamedTuple):
-    """Tensor of a file, as a view of the mapped bytes."""
+    """A tensor of a file, as a view of the mapped bytes."""
 
     shape: tuple[int, ...]  # [out, in], the order of torch
     kind: GGMLQuantizationType
-    data: NDArray[Any]  # plain types: [*shape]; quantised: uint8 [*shape[:-1], row_bytes]
+    data: NDArray[Any]  # [*shape] for F32, F16 and F64; else bytes, uint8 [*shape[:-1], row_bytes]
 
 
 @dataclass(frozen=True, slots=True)
 class GGUFFile:
-    """Opened model: metadata and tensors by name, in file order, over all parts."""
+    """An opened model: metadata of the first part, and the tensors of all parts by name, in file order."""
 
     path: Path  # path of the first part
     fields: Mapping[str, Any]
@@ -68,13 +68,13 @@ class GGUFFile:
         return str(self.fields.get("general.architecture", ""))
 
     def give_back(self) -> None:
-        """Allow the kernel to drop the pages read so far: each tensor is read once."""
+        """Let the operating system drop the pages read so far, as each tensor is read only once."""
         for one in self._maps:
             one.madvise(mmap.MADV_DONTNEED)
 
 
 def part_paths(path: Path) -> list[Path]:
-    """Paths of all parts of a model, given the first. Raises StartupError for any other part."""
+    """List the paths of all parts of a model, given the path of the first. Raises StartupError for another part."""
     named = _PART.fullmatch(path.name)
     if named is None or int(named[3]) == 0:
         return [path]
@@ -85,23 +85,25 @@ def part_paths(path: Path) -> list[Path]:
 
 
 def open_gguf(path: Path) -> GGUFFile:
-    """Open a model with all its parts. Raises StartupError for missing parts and damaged files."""
+    """Open a model with all its parts. Raises StartupError for missing parts or damaged files."""
     paths = part_paths(path)
     missing = [one.name for one in paths if not one.is_file()]
     if missing:
-        raise StartupError(f"{path} is split into {len(paths)} files: {', '.join(missing)} is not beside it")
+        raise StartupError(
+            f"{path} is one of {len(paths)} parts of a model, but {', '.join(missing)} is missing in its folder"
+        )
     parts = [_open_part(one) for one in paths]
     tensors: dict[str, GGUFTensor] = {}
     for one in parts:
-        count = one.fields.get("split.count") or 1  # merged files keep the key, with value 0
+        count = one.fields.get("split.count") or 1  # a merged file keeps the key, with value 0
         if count != len(paths):
             raise StartupError(
-                f"{one.path} is one of {count} files of a split model: keep their names, as in "
+                f"{one.path} is one of {count} parts of a model: keep the names of all parts, as in "
                 f"NAME-00001-of-{count:05}.gguf, and give the first"
             )
         twice = next((name for name in one.tensors if name in tensors), None)
         if twice is not None:
-            raise StartupError(f"{one.path}: tensor {twice!r} is in another part too")
+            raise StartupError(f"{one.path}: tensor {twice!r} is also in another part; download the model again")
         tensors |= one.tensors
     return GGUFFile(path, parts[0].fields, tensors, tuple(one._maps[0] for one in parts))
 
@@ -120,19 +122,20 @@ def _open_part(path: Path) -> GGUFFile:
 
 
 class _Cursor:
-    """Reads values from a mapped file one after the other."""
+    """Reads consecutive values from a mapped file."""
 
     def __init__(self, mapped: mmap.mmap) -> None:
         self._mapped, self._at = mapped, 0
 
     def header(self) -> tuple[dict[str, Any], dict[str, GGUFTensor]]:
-        """Read the whole header. Raises one of the exceptions in `_DAMAGE`."""
+        """Read the metadata and tensors of the file. Raises one of the exceptions in `_DAMAGE` if it is damaged, and
+        StartupError for unknown tensor types."""
         magic, version = self._mapped[:4], 0
         if magic == _MAGIC:
             self._at = 4
             version = self._number("<I")
         if version not in _VERSIONS:
-            raise ValueError(f"it begins with {magic!r}, version {version}: no GGUF of version 2 or 3, little-endian")
+            raise ValueError(f"it begins with {magic!r}, version {version}, not as little-endian GGUF version 2 or 3")
         num_tensors, num_fields = self._number("<Q"), self._number("<Q")
         fields = _distinct("key", self._fields(num_fields))
         infos = _distinct("tensor", self._infos(num_tensors))
@@ -154,7 +157,7 @@ class _Cursor:
             kind = self._number("<I")
             if kind not in _KINDS:
                 raise StartupError(
-                    f"tensor {name!r} has the type {kind}, which adaptree does not know; use another file"
+                    f"tensor {name!r} has the type {kind}, which adaptree does not support; use another file"
                 )
             yield name, (shape, GGMLQuantizationType(kind), self._number("<Q"))
 
@@ -166,7 +169,7 @@ class _Cursor:
         row = shape[-1] // block * size
         stored = shape if number is not None else (*shape[:-1], row)
         if shape[-1] % block or start + offset + prod(shape[:-1]) * row > len(self._mapped):
-            raise ValueError(f"tensor {name!r} {list(shape)} of {kind.name} is cut off")
+            raise ValueError(f"tensor {name!r} of shape {list(shape)} and type {kind.name} is truncated")
         dtype = np.dtype(np.uint8 if number is None else number)
         data = np.frombuffer(self._mapped, dtype, count=prod(stored), offset=start + offset)
         return GGUFTensor(shape, kind, data.reshape(stored))
@@ -193,7 +196,7 @@ class _Cursor:
         return self._strings(1)[0]
 
     def _strings(self, count: int) -> list[str]:
-        """Read strings in one loop: vocabularies have hundreds of thousands."""
+        """Read `count` strings in one loop, because vocabularies have hundreds of thousands."""
         mapped, at, found = self._mapped, self._at, list[str]()
         for _ in range(count):
             (length,) = _LENGTH.unpack_from(mapped, at)
@@ -201,7 +204,7 @@ class _Cursor:
             found.append(mapped[at + 8 : end].decode())
             at = end
         if at > len(mapped):
-            raise ValueError("the header is cut off")
+            raise ValueError("the header is truncated")
         self._at = at
         return found
 
@@ -210,6 +213,6 @@ def _distinct(what: str, pairs: Iterator[tuple[str, Any]]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, value in pairs:
         if name in found:
-            raise ValueError(f"{what} {name!r} comes twice")
+            raise ValueError(f"{what} {name!r} occurs twice")
         found[name] = value
     return found

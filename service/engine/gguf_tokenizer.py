@@ -1,8 +1,8 @@
 """Builds a tokenizer from the metadata of a GGUF file.
 
 Instead of a tokenizer.json, a file names the kind of vocabulary (`tokenizer.ggml.model`) and, for byte-level BPE, a
-pre-tokenizer (`tokenizer.ggml.pre`), as defined by llama.cpp. Unknown names are refused: with another pre-tokenizer
-the tokens would differ from the ones in training.
+pre-tokenizer (`tokenizer.ggml.pre`), as defined by llama.cpp. Unknown names are refused, because with another
+pre-tokenizer the tokens would differ from those in training.
 """
 
 import re
@@ -21,15 +21,15 @@ _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 1, 2, 3, 4, 5  # token typ
 _TEXT = (0, _NORMAL, _USER_DEFINED, _UNUSED)  # token types that SentencePiece merges from text
 _BLANK = "▁"
 _NAMED = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token"}
-"""transformers' names of the special tokens that a file gives as `NAME_token_id`. Without the padding token, which may
-be plain text."""
+"""Names in transformers of the special tokens that a file gives as `NAME_token_id`. The padding token is not among
+them, because it may be plain text."""
 _ALWAYS_CONTROL = re.compile(
     r"<\|(?:eot_id|eom_id|im_end|end|endoftext|fim_prefix|fim_suffix|fim_middle)\|>"
     "|<(?:start_of_turn|end_of_turn|EOT|fim[-_]prefix|fim[-_]suffix|fim[-_]middle)>"
 )
 """Control tokens that some conversions mark as normal."""
 _PHI3 = ("phi-3", "phi3")
-_KEEPS_BLANKS = ("<unk>", "<s>", "<|endoftext|>")  # Phi-3: its other special tokens strip the white space after them
+_KEEPS_BLANKS = ("<unk>", "<s>", "<|endoftext|>")  # Phi-3 tokens that strip no white space
 
 _WORDS = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)"
 _ENDINGS = r"'(?:[sStTmMdD]|[rR][eE]|[vV][eE]|[lL][lL])"
@@ -40,8 +40,8 @@ _SYLLABLES = r"(?:(?!\s)[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff])+"
 
 
 def _by_case(ending: str, digits: str) -> str:
-    """Regular expression that splits words between lower and upper case; `ending`: optional suffix of a word, `digits`:
-    group of digits."""
+    """Build the regular expression of a pre-tokenizer that splits words between lower and upper case. `ending`: pattern
+    of optional word endings; `digits`: pattern of a group of digits."""
     before = r"[^\r\n\p{L}\p{N}]?"
     words = rf"{before}{_UPPER}*{_LOWER}+{ending}|{before}{_UPPER}+{_LOWER}*{ending}"
     return rf"{words}|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_BLANKS}"
@@ -64,24 +64,24 @@ _CUTS: Mapping[tuple[str, ...], str] = {
         rf"| ?[\p{{P}}\p{{S}}]+[\r\n]*|{_BLANKS}",
     ): "deepseek-v3 hunyuan-dense joyai-llm",
 }
-"""Pre-tokenizers: regular expressions applied in order, and their names in `tokenizer.ggml.pre`."""
+"""Pre-tokenizers: the regular expressions applied in order, with the names in `tokenizer.ggml.pre` that select them."""
 _CUT_OF = {name: cuts for cuts, names in _CUTS.items() for name in names.split()}
 _BEGINS = ("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "tekken")
 """Pre-tokenizers of models that add BOS by default."""
 _WHOLE_WORDS = (*_BEGINS, "glm4", "glm5")
-"""Pre-tokenizers of models that keep a word whole if it is a token, regardless of merges."""
+"""Pre-tokenizers of models in which a word that is a token is never split, regardless of merges."""
 
 T = TypeVar("T")
 
 
 class _Tokens(NamedTuple):
-    """Vocabulary by id."""
+    """A file's vocabulary, by token id, and its special tokens."""
 
     names: list[str]
     types: list[int]
-    named: dict[str, str]  # special tokens by their name in transformers
-    begins: bool  # BOS is added by default
-    special: frozenset[str]  # control tokens regardless of their types
+    named: dict[str, str]  # special tokens by their names in transformers
+    begins: bool  # whether BOS is added by default
+    special: frozenset[str]  # tokens that are control tokens whatever their types are
 
 
 def tokenizer_of(fields: Mapping[str, object]) -> PreTrainedTokenizerFast:
@@ -95,7 +95,7 @@ def tokenizer_of(fields: Mapping[str, object]) -> PreTrainedTokenizerFast:
     except StartupError:
         raise
     except Exception as error:  # tokenizers raises plain Exception
-        raise _refused("merges", f"the tokens cannot be made of these: {error}") from error
+        raise _refused("merges", f"they do not fit the tokens: {error}") from error
     backend.add_tokens(_added(fields, tokens))
     backend.post_processor = _around(fields, tokens, backend)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, clean_up_tokenization_spaces=False, **tokens.named)
@@ -108,7 +108,7 @@ def _tokens(fields: Mapping[str, object], *, is_sentencepiece: bool) -> _Tokens:
     twice = len(names) - len(set(names))
     if twice:
         ((name, _),) = Counter(names).most_common(1)
-        raise _refused("tokens", f"{name!r} is in it twice ({twice} doubled tokens)")
+        raise _refused("tokens", f"{name!r} occurs twice ({twice} duplicates in all)")
     types = _list(fields, "token_type", int, len(names)) if _KEY + "token_type" in fields else [_NORMAL] * len(names)
     usual = {"bos": 1, "eos": 2, "unknown": 0} if is_sentencepiece else {}
     ids: dict[str, object] = {name: at for name, at in usual.items() if types[at : at + 1] in ([_UNKNOWN], [_CONTROL])}
@@ -116,7 +116,7 @@ def _tokens(fields: Mapping[str, object], *, is_sentencepiece: bool) -> _Tokens:
     ends = {name: fields[key] for name in ("eot", "eom") if (key := f"{_KEY}{name}_token_id") in fields}
     wrong = [name for name, token in (ids | ends).items() if not isinstance(token, int) or not 0 <= token < len(names)]
     if wrong:
-        raise _refused(f"{wrong[0]}_token_id", f"there is no token {(ids | ends)[wrong[0]]!r} among {len(names)}")
+        raise _refused(f"{wrong[0]}_token_id", f"{(ids | ends)[wrong[0]]!r} is not an id of the {len(names)} tokens")
     named = {_NAMED[name]: names[token] for name, token in ids.items() if isinstance(token, int)}
     begins = is_sentencepiece or fields.get(_KEY + "pre") in _BEGINS
     special = frozenset({*named.values(), *filter(_ALWAYS_CONTROL.fullmatch, names)})
@@ -124,10 +124,10 @@ def _tokens(fields: Mapping[str, object], *, is_sentencepiece: bool) -> _Tokens:
 
 
 def _byte_level(fields: Mapping[str, object], tokens: _Tokens) -> Tokenizer:
-    """Byte-level BPE. Unused tokens, which only pad the embedding, are left out."""
+    """Build a byte-level BPE tokenizer, without unused tokens, which only pad the embedding."""
     name = str(fields.get(_KEY + "pre") or "default")
     if name not in _CUT_OF:
-        raise _refused("pre", f"how {name!r} cuts text is not known here; known are {', '.join(sorted(_CUT_OF))}")
+        raise _refused("pre", f"unknown pre-tokenizer {name!r}; supported: {', '.join(sorted(_CUT_OF))}")
     vocab = _used(tokens)
     merges = [merge.partition(" ")[::2] for merge in _list(fields, "merges", str)]
     backend = Tokenizer(BPE(vocab=vocab, merges=merges, ignore_merges=name in _WHOLE_WORDS))
@@ -140,8 +140,8 @@ def _byte_level(fields: Mapping[str, object], tokens: _Tokens) -> Tokenizer:
 
 
 def _sentencepiece(fields: Mapping[str, object], tokens: _Tokens) -> Tokenizer:
-    """SentencePiece BPE with byte fallback: pairs are merged in the order of the merged token's score. Unlike in
-    llama.cpp, text never merges to a control token."""
+    """Build a SentencePiece BPE tokenizer with byte fallback: pairs are merged in the order of the merged token's
+    score. Unlike in llama.cpp, text is never merged to a control token."""
     scores = _list(fields, "scores", float, len(tokens.names))
     made = {name: score for name, score, kind in zip(tokens.names, scores, tokens.types, strict=True) if kind in _TEXT}
     merges = [
@@ -163,14 +163,14 @@ def _sentencepiece(fields: Mapping[str, object], tokens: _Tokens) -> Tokenizer:
 
 
 def _used(tokens: _Tokens) -> dict[str, int]:
-    """Ids by name, without unused tokens, except special ones."""
+    """Map token names to ids, without unused tokens that are not special."""
     both = enumerate(zip(tokens.names, tokens.types, strict=True))
     return {name: index for index, (name, kind) in both if kind != _UNUSED or name in tokens.special}
 
 
 def _added(fields: Mapping[str, object], tokens: _Tokens) -> list[AddedToken]:
-    """Tokens matched before merging: user-defined tokens in any text, control tokens only where the template wrote
-    them."""
+    """List the tokens that are matched before merging: user-defined tokens, and control tokens, which are marked as
+    special."""
     swallows = any(part in str(fields.get("general.name", "")).lower() for part in _PHI3)
     return [
         AddedToken(
@@ -185,13 +185,13 @@ def _added(fields: Mapping[str, object], tokens: _Tokens) -> list[AddedToken]:
 
 
 def _around(fields: Mapping[str, object], tokens: _Tokens, backend: Tokenizer) -> processors.TemplateProcessing:
-    """Post-processor that adds BOS and EOS as the file or its kind specifies."""
+    """Build the post-processor that adds BOS and EOS, if the file or the default of its kind says so."""
     adds = {
         "bos": bool(fields.get(_KEY + "add_bos_token", tokens.begins)),
         "eos": bool(fields.get(_KEY + "add_eos_token", False)),
     }
     for name in (name for name, is_added in adds.items() if is_added and _NAMED[name] not in tokens.named):
-        raise _refused(f"add_{name}_token", f"there is no {name}_token_id to add")
+        raise _refused(f"add_{name}_token", f"{name}_token_id is missing")
     bos, eos = ([tokens.named[_NAMED[name]]] if adds[name] else [] for name in ("bos", "eos"))
     ids = [(name, backend.token_to_id(name)) for name in (*bos, *eos)]
     return processors.TemplateProcessing(
@@ -200,7 +200,7 @@ def _around(fields: Mapping[str, object], tokens: _Tokens, backend: Tokenizer) -
 
 
 def _templates(fields: Mapping[str, object]) -> str | dict[str, str] | None:
-    """Chat template, or several by name."""
+    """Read the chat template, or several by name. Returns None if the file has none."""
     key = "tokenizer.chat_template"
     named = {name.removeprefix(key + "."): str(text) for name, text in fields.items() if name.startswith(key + ".")}
     if key in fields:
@@ -211,12 +211,14 @@ def _templates(fields: Mapping[str, object]) -> str | dict[str, str] | None:
 def _list(fields: Mapping[str, object], name: str, kind: type[T], length: int | None = None) -> list[T]:
     found = fields.get(_KEY + name)
     if not isinstance(found, list):
-        raise _refused(name, "the file has no such list")
+        raise _refused(name, "this list is missing in the file")
     values = [value for value in found if isinstance(value, kind)]
     if len(values) != (len(found) if length is None else length):
-        raise _refused(name, f"it has {len(values)} values of the right kind, not {length or len(found)}")
+        raise _refused(name, f"it has {len(values)} values of the right type instead of {length or len(found)}")
     return values
 
 
 def _refused(name: str, reason: str) -> StartupError:
-    return StartupError(f"{_KEY}{name}: {reason}; convert the model again, or serve the folder it was made from")
+    return StartupError(
+        f"{_KEY}{name}: {reason}; convert the model again, or serve the folder from which it was converted"
+    )

@@ -1,7 +1,7 @@
-"""The shapes of a drafter for a target, and the initial drafter that learning trains.
+"""Chooses the shapes of a drafter for a target, and builds the initial drafter from which learning starts.
 
-An initial drafter has copies of the target's last layers and head; its input layer is solved from served queries later,
-and until then it drafts nothing.
+An initial drafter has copies of the target's last layers and head. Its input layer is solved later from served queries;
+until then it drafts nothing.
 """
 
 import logging
@@ -28,21 +28,22 @@ from service.engine.weights import has_standard_layers
 
 logger = logging.getLogger(__name__)
 
-_DRAFT_TOKENS = 8192  # the default of `adaptree train drafter`
+_DRAFT_TOKENS = 8192  # size of the draft vocabulary, the default of `adaptree train drafter`
 
 
 @contextmanager
 def seeded(device: torch.device) -> Iterator[None]:
-    """Make the random weights created in this block the same each time, on their device; other randomness is kept."""
+    """Create tensors of this context on `device`, with a fixed seed, so that random weights are the same each time. The
+    random state outside of the context does not change."""
     with torch.random.fork_rng([device] if device.type == "cuda" else []), device:
         torch.manual_seed(0)
         yield
 
 
 def drafter_config(model: PreTrainedModel, draft_tokens: int = _DRAFT_TOKENS) -> DrafterConfig:
-    """Shapes of a drafter for this target. Raises ValueError for a target that cannot have one."""
+    """Build the config of a drafter for this target. Raises ValueError for a target that cannot have one."""
     text = model.config.get_text_config()
-    # Training is faster where only a block's first entry sees token and condition: docs/training.md.
+    # Training is faster if only a block's first entry sees token and condition (docs/training.md).
     shape = {
         **trained_kind("specblock").shape,
         "broadcast": False,
@@ -52,9 +53,9 @@ def drafter_config(model: PreTrainedModel, draft_tokens: int = _DRAFT_TOKENS) ->
 
 
 def layers_for(text: PreTrainedConfig, kind: str = "specblock") -> dict[str, Any]:
-    """The config of a drafter's layers: the target's own without its path, as layers of the family that the kind is
-    published with, if any; or Llama's in the target's sizes where the target's layers are not among `FUSED_FAMILIES`.
-    """
+    """Build the transformers config of a drafter's layers: the target's own config, or Llama's with the target's sizes
+    if the target's family is not in `FUSED_FAMILIES`. If checkpoints of this kind of drafter always have layers of one
+    family, its model type replaces the target's."""
     family = trained_kind(kind).config.family
     if text.model_type in FUSED_FAMILIES:
         own = {name: value for name, value in text.to_dict().items() if name != "_name_or_path"}
@@ -66,14 +67,15 @@ def layers_for(text: PreTrainedConfig, kind: str = "specblock") -> dict[str, Any
 
 
 def tap_layers_for(model: PreTrainedModel) -> tuple[int, int, int]:
-    """A low, a middle and a high layer whose outputs a drafter reads (SpecBlock section 3.1): the high one feeds the
-    copied last layers, or is the last layer where none are copied."""
+    """Choose a low, a middle and a high layer whose outputs a drafter reads (SpecBlock, section 3.1). The high one is
+    the layer before the copied last layers, or the last layer if none are copied."""
     num_layers, copied = model.config.get_text_config().num_hidden_layers, 2 if has_standard_layers(model) else 0
     return min(2, num_layers - 1), num_layers // 2, max(num_layers - 1 - copied, 0)
 
 
 def target_end(model: PreTrainedModel) -> TargetEnd:
-    """The last layers, norm and head that a drafter copies; to be taken before weights move into products."""
+    """Collect the layers, norm and head from which a drafter copies; must be called before the model's weights move
+    into a `Target`."""
     output = model.get_output_embeddings()
     assert isinstance(output, torch.nn.Module), "a causal language model has an output layer"
     return TargetEnd(
@@ -85,13 +87,14 @@ def target_end(model: PreTrainedModel) -> TargetEnd:
 
 
 def initial_drafter_for(model: PreTrainedModel, identity: str, folder: Path | None) -> SpecBlock | None:
-    """Build an initial drafter for this target if there is no folder, or if the folder's drafter was trained for
-    another target of the same shapes. None: the folder is this target's, or the target cannot have a drafter."""
+    """Build an initial drafter for this target if `folder` is None, or if the drafter in it was trained for another
+    target of the same shapes. Returns None if the drafter in the folder was trained for this target or cannot be read,
+    or if the target cannot have a drafter."""
     if folder is None:
         try:
             return new_initial_drafter(model, drafter_config(model))
         except ValueError as error:
-            logger.warning("no drafter can be made for this model: %s", error)
+            logger.warning("no trained drafter is possible for this model: %s", error)
             return None
     try:
         found = checkpoint.describe(folder)
@@ -100,14 +103,14 @@ def initial_drafter_for(model: PreTrainedModel, identity: str, folder: Path | No
     if found.target_identity == identity or not fits(found.config, model):
         return None
     logger.info(
-        "drafter %s was made for target %s: it serves once it has proved better than the memory", folder, identity
+        "drafter %s is of another target; learning starts a new one for target %s while serving", folder, identity
     )
     return new_initial_drafter(model, found.config)
 
 
 def fits(config: DrafterConfig, model: PreTrainedModel) -> bool:
-    """Whether a drafter has the shapes of this target (as its fine-tunes' drafters have), layers to copy, and an input
-    layer that can be solved."""
+    """Whether a drafter with this config can be initialised for this target: its shapes are the target's (as with
+    drafters of fine-tunes), its tapped layers exist, and its input layer can be solved."""
     text = model.config.get_text_config()
     same = all(
         config.target.get(name) == getattr(text, name, None) for name in ("hidden_size", "vocab_size", "model_type")
@@ -117,14 +120,14 @@ def fits(config: DrafterConfig, model: PreTrainedModel) -> bool:
 
 @torch.no_grad()
 def new_initial_drafter(model: PreTrainedModel, config: DrafterConfig) -> SpecBlock:
-    """The initial network, in the target's type; the same one each time."""
+    """Build the initial drafter network in the target's dtype, deterministically."""
     with seeded(model.device):
         network = SpecBlock(config)
         network.set_vocabulary(torch.arange(config.draft_vocab_size))
-        assert isinstance(network.input_layer, FusedInput), "other inputs are not made from traffic"
+        assert isinstance(network.input_layer, FusedInput), "only a fused input layer can be solved from queries"
         for part in (network.input_layer.condition_proj.weight, network.input_layer.fuse.weight):
             part.zero_()
         for part in network.rank_head[-1].parameters():
-            part.zero_()  # all classes of ranks are equally likely before training
+            part.zero_()  # all rank classes are equally likely before training
         copy_end(network, target_end(model))
     return network.to(dtype=model.dtype).eval().requires_grad_(False)

@@ -1,7 +1,7 @@
-"""Measures at start-up, with the forwards and drafts that serving makes: whether a row depends on the other rows of its
-forward, and what steps will cost.
+"""Measurements at start-up, with the same forwards and drafts as in serving: whether a row's result depends on the
+other rows of its forward, and the seconds of steps.
 
-Costs are kept on disk, one file per machine, model, threads and version; any other file is measured again.
+Measured costs are kept on disk, one file per `CostKey`; without a file for the current key they are measured again.
 """
 
 import logging
@@ -47,7 +47,7 @@ logger = logging.getLogger(__name__)
 Numerics = Literal["exact", "tolerant"]
 
 Progress = Callable[[int, int], None]
-"""Called with the number of points that are done, and of all."""
+"""Called with the number of measured points and the number of all points."""
 
 SEQUENCES = (1, 8, 32)
 CONTEXTS = (128, 1024)
@@ -55,21 +55,21 @@ ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 128, 192)
 
 _REPEATS = 3
 _ENOUGH_SECONDS = 0.25
-"""A point timed for this long is not timed again: large models would take minutes."""
-_CLEARLY = 1.25  # ratio of seconds that clock speeds do not explain
-_LEVEL = 8  # nodes on a level of a measured tree
-_DRAFT_TOKENS = 64  # length of the text that is drafted for
+"""Total seconds after which a point is not timed again, as large models would take minutes."""
+_CLEARLY = 1.25  # ratio of seconds that varying clock speeds do not explain
+_LEVEL = 8  # number of nodes on a level of a measured tree
+_DRAFT_TOKENS = 64  # length of the text for which drafting is measured
 _CPU_INFO = Path("/proc/cpuinfo")
 _FORMAT = 3
 
 _CHECKED_CONTEXT = 150
 _CHECKED_STEPS = 12
 _BRANCHES = 12
-_SHALLOW = 4  # branches grow below the first few nodes, so that no tree gets too deep
+_SHALLOW = 4  # branches start below the first nodes only, so that no tree gets too deep
 
 
 class Trial:
-    """A few sequences on the target's pool, in shuffled slots, for forwards outside of serving."""
+    """Runs forwards outside of serving, for a few sequences in shuffled slots of the target's pool."""
 
     def __init__(self, target: Target, *, sequences: int, max_length: int) -> None:
         self.target = target
@@ -82,34 +82,35 @@ class Trial:
         self._layout = RowLayout(self._slots, self.table)
 
     def random_tokens(self, count: int) -> list[int]:
-        """The next `count` tokens of a seeded generator."""
+        """Generate random tokens, the same ones in each trial."""
         tokens: list[int] = torch.randint(self.target.vocab_size, (count,), generator=self.generator).tolist()
         return tokens
 
     def place(self, extends: list[ExtendRows], tree: DraftTree | None = None) -> ForwardRows:
-        """Lay out a forward's rows in free slots."""
+        """Lay out the rows of a forward in free slots; without `tree`, all trees are empty."""
         return self._layout(extends, tree or DraftTree.empty(len(extends), self.target.device))
 
     def free(self, rows: ForwardRows) -> None:
-        """Free the slots of all rows."""
+        """Free the slots of these rows."""
         self._slots.free(rows.slots)
 
     def run(self, extends: list[ExtendRows], tree: DraftTree | None = None) -> tuple[ForwardRows, Tensor]:
-        """Run a forward. # -> rows, logits [logits, vocab]"""
+        """Lay out rows and run a forward. # -> rows, logits [logits, vocab]"""
         rows = self.place(extends, tree)
         return rows, self.target.forward(rows, self.table).logits
 
     def prefill(self, row: int, tokens: list[int], *, chunk: int) -> None:
-        """Compute keys and values of a prompt in chunks; `row` of the slot table."""
+        """Compute the keys and values of a prompt in chunks; `row`: row of the slot table."""
         for first in range(0, len(tokens), chunk):
             self.run([ExtendRows(row, first, tokens[first : first + chunk], completes=False)])
 
     def decode(self, row: int, token: int, position: int) -> Tensor:
-        """Run one token of a sequence and return the logits after it, copied. # -> [vocab]"""
+        """Run one token of a sequence, and return a copy of the logits after it. # -> [vocab]"""
         return self.run([ExtendRows(row, position, [token], completes=True)])[1][0].clone()
 
     def verify(self, roots: list[ExtendRows], tree: DraftTree) -> Tensor:
-        """Logits after each root and each node of its tree; frees their slots. # -> [batch, nodes + 1, vocab]"""
+        """Compute the logits after each root and each node of its tree, and free their slots.
+        # -> [batch, nodes + 1, vocab]"""
         rows, logits = self.run(roots, tree)
         self.free(rows)
         placed = logits.new_zeros(tree.batch, tree.width + 1, logits.shape[1])
@@ -118,15 +119,16 @@ class Trial:
 
 
 def check(target: Target) -> Numerics:
-    """Run the self-check on random tokens. "tolerant": rows depend on the other rows of their forward, so text may
-    differ between runs in rare near-ties, as it does in other servers."""
+    """Check with random tokens whether the result of a row is independent of the other rows of its forward ("exact").
+    If it is not ("tolerant"), the text may differ between runs in rare near-ties, as it does in other servers."""
     return "exact" if rows_are_independent(target) else "tolerant"
 
 
 def rows_are_independent(target: Target, *, context: int | None = None, steps: int = _CHECKED_STEPS) -> bool:
-    """Compare plain decoding with trees of two sequences in one forward, after other prompt chunkings, bit by bit.
+    """Whether two ways to compute the same logits agree bit for bit: plain decoding of one sequence, and trees of two
+    sequences in one forward, whose prompts were computed in other chunks.
 
-    `context` is the prompt's length; by default as long as is useful and fits into the pool three times.
+    `context`: length of the prompt; the default is reduced if three such prompts do not fit into the pool.
     """
     context = context or min(_CHECKED_CONTEXT, (target.pool.num_slots - 1 - steps - 2 * (steps + _BRANCHES)) // 3)
     trial = Trial(target, sequences=3, max_length=context + 2 * steps + 2)
@@ -140,7 +142,8 @@ def rows_are_independent(target: Target, *, context: int | None = None, steps: i
 
 
 def _verified_paths(trial: Trial, tokens: Sequence[int], context: int, steps: int) -> list[list[Tensor]]:
-    """Logits along the tokens that follow, as one path among random branches, for two sequences in one forward."""
+    """Verify the tokens after the prompt as one path among random branches, for two sequences in one forward. Returns
+    the logits along this path, by sequence. # -> each [vocab]"""
     path = list(tokens[context + 1 : context + steps])
     trees = [_tree_around(path, trial), _tree_around(path, trial)]
     tree = DraftTree.concatenated([t for t, _ in trees])
@@ -150,8 +153,8 @@ def _verified_paths(trial: Trial, tokens: Sequence[int], context: int, steps: in
 
 
 def _tree_around(path: Sequence[int], trial: Trial) -> tuple[DraftTree, Tensor]:
-    """A tree of `path` and random branches in random order, parents first; and the path's nodes. # -> tree, [path]
-    int64"""
+    """Build a tree of `path` and random branches, in random order but with parents first. Returns it, and the nodes of
+    the path. # -> tree, [path] int64"""
     generator, nodes = trial.generator, len(path) + _BRANCHES
     places = torch.randperm(nodes, generator=generator)[: len(path)].sort().values
     tokens = torch.tensor(trial.random_tokens(nodes))
@@ -164,7 +167,7 @@ def _tree_around(path: Sequence[int], trial: Trial) -> tuple[DraftTree, Tensor]:
 
 
 class MeasuredFor(NamedTuple):
-    """Cache key of measurements: the model's weights and their type, the drafter, the server's version."""
+    """Identifies what costs are measured for: the model's weights and their type, the drafter, the server's version."""
 
     model: str
     drafter: str
@@ -180,9 +183,10 @@ def costs_at_start(
     folder: Path,
     progress: Progress = lambda done, total: None,
 ) -> Costs:
-    """Costs of verifying and drafting on this machine, from `folder` if they were measured before under the same key.
+    """Load the costs of verifying and drafting from `folder`, or measure and save them if there are none for the same
+    key, or if steps have become clearly faster.
 
-    `make_drafter` builds a drafter for the measurement only.
+    `make_drafter`: builds a drafter for the measurement only.
     """
     key: CostKey = {
         "machine": this_machine(),
@@ -197,10 +201,10 @@ def costs_at_start(
     }
     costs = read_costs(folder, key)
     if costs is not None and _is_faster_now(target, costs):
-        logger.warning("steps are faster than the costs in %s say: measuring again", cost_file(folder, key))
+        logger.warning("steps are faster than the measured costs in %s; measuring again", cost_file(folder, key))
         costs = None
     elif costs is None and any(folder.glob("costs-*.json")):
-        logger.info("costs in %s are of another version, model or machine, or of other settings: measuring", folder)
+        logger.info("costs in %s are for another version, model or machine, or other settings; measuring again", folder)
     if costs is None:
         verify = measure_costs(target, limits, progress=progress)
         drafts = measure_drafts(make_drafter(), target, batches=sequence_points(limits.max_sequences))
@@ -210,17 +214,17 @@ def costs_at_start(
 
 
 def sequence_points(max_sequences: int) -> list[int]:
-    """Numbers of sequences to measure."""
+    """List the numbers of sequences to measure."""
     return sorted({min(count, max_sequences) for count in SEQUENCES})
 
 
 def row_points(target: Target) -> tuple[int, ...]:
-    """Numbers of rows to measure; where forwards are captured, the rows of each captured shape."""
+    """List the numbers of rows to measure; if forwards are captured, these are the captured numbers of rows."""
     return ROWS if target.capture is None else CAPTURED_ROWS
 
 
 def measure_costs(target: Target, limits: EngineLimits, *, progress: Progress = lambda done, total: None) -> CostTable:
-    """Seconds of one verify by sequences, context length and rows, on this machine with this model."""
+    """Measure the seconds of one verify forward by numbers of sequences, context lengths and numbers of rows."""
     sequences = sequence_points(limits.max_sequences)
     rows = row_points(target)
     room = (target.pool.num_slots - 1 - rows[-1] - MAX_NODES) // sequences[-1] - MAX_DEPTH - 1
@@ -233,7 +237,7 @@ def measure_costs(target: Target, limits: EngineLimits, *, progress: Progress = 
 
 
 def _is_faster_now(target: Target, costs: Costs) -> bool:
-    """Whether steps are clearly faster than the stored costs, which were then measured under other load."""
+    """Whether a step is clearly faster now than the stored costs say, so that these were measured under other load."""
     sequences, context = int(costs.verify.sequences[-1]), int(costs.verify.contexts[0])
     trial = dummy_texts(target, sequences=sequences, length=context)
     now = _best_seconds(partial(run_point, trial, Point(sequences, context, sequences)))
@@ -242,7 +246,7 @@ def _is_faster_now(target: Target, costs: Costs) -> bool:
 
 
 class Point(NamedTuple):
-    """A forward to be timed."""
+    """Size of a forward to be timed."""
 
     sequences: int
     context: int
@@ -250,7 +254,7 @@ class Point(NamedTuple):
 
 
 def dummy_texts(target: Target, *, sequences: int, length: int) -> Trial:
-    """Sequences whose slots hold no computed keys, for timing: the values of keys change no time."""
+    """Build a trial for timing whose sequences have slots but no computed keys; the time does not depend on values."""
     trial = Trial(target, sequences=sequences, max_length=length + MAX_DEPTH + 1)
     for row in range(sequences):
         trial.place([ExtendRows(row, 0, [0] * length, completes=False)])
@@ -258,13 +262,13 @@ def dummy_texts(target: Target, *, sequences: int, length: int) -> Trial:
 
 
 def place_point(trial: Trial, point: Point) -> ForwardRows:
-    """Lay out the rows of a point after dummy texts."""
+    """Lay out the rows of a point after the dummy texts of the trial."""
     extends = [ExtendRows(row, point.context, [0], completes=True) for row in range(point.sequences)]
     return trial.place(extends, trees_for(point, trial.target.device))
 
 
 def run_point(trial: Trial, point: Point) -> None:
-    """Run one forward and wait until its logits can be read."""
+    """Run the forward of a point, and wait until its logits can be read."""
     rows = place_point(trial, point)
     logits = trial.target.forward(rows, trial.table).logits
     logits[0, 0].item()  # planned transfer: waits for the device, before serving
@@ -272,8 +276,8 @@ def run_point(trial: Trial, point: Point) -> None:
 
 
 def trees_for(point: Point, device: torch.device) -> DraftTree:
-    """Trees that have the point's rows together, eight nodes to a level, each level below the first node of the one
-    above."""
+    """Build one tree per sequence, which together with the roots have the point's number of rows. Each level has eight
+    nodes, all below the first node of the level above."""
     nodes = point.rows - point.sequences
     each, over = divmod(nodes, point.sequences)
     index = torch.arange(each + (over > 0))
@@ -298,7 +302,7 @@ def measure_grid(
 ) -> CostTable:
     """Time `run` at every point that can occur: at least one row per sequence, at most `most_rows(sequences)`.
 
-    Contexts after the first are timed at the fewest and the most rows only: what they add is linear in rows.
+    Contexts after the first are timed only at the fewest and the most rows, as their additional time is linear in rows.
     """
     timed = {count: [r for r in rows if count <= r <= most_rows(count)] or [count] for count in sequences}
     points = [
@@ -320,16 +324,16 @@ def measure_grid(
 
 
 def _curve(first: Mapping[int, float], here: Mapping[int, float], rows: Sequence[int]) -> FloatArray:
-    """Seconds at every row point: the seconds of the first context, plus the interpolated difference to this context.
-    Numbers of rows that cannot occur have the seconds of the nearest that can. # -> [row points]"""
+    """Compute the seconds at every row point: the first context's plus the interpolated difference to this context.
+    Numbers of rows that cannot occur get the seconds of the nearest one that can. # -> [row points]"""
     timed, seconds = (np.array(list(values), dtype=np.float64) for values in (first.keys(), first.values()))
     more = np.interp(timed, list(here), [here[number] - first[number] for number in here])
-    curve = np.maximum(rising(seconds + more), min(here.values()))  # noise must not lead below zero
+    curve = np.maximum(rising(seconds + more), min(here.values()))  # never below the timed ones, whatever the noise
     return along(timed, curve, np.maximum(np.array(rows, dtype=np.float64), timed[0]))
 
 
 def _best_seconds(run: Callable[[], None]) -> float:
-    """Seconds of the fastest of a few runs: other work and first allocations only add."""
+    """Time a few runs, and return the seconds of the fastest, as other work and first allocations only add time."""
     seconds: list[float] = []
     while not seconds or (len(seconds) < _REPEATS and sum(seconds) < _ENOUGH_SECONDS):
         start = time.perf_counter()
@@ -339,7 +343,8 @@ def _best_seconds(run: Callable[[], None]) -> float:
 
 
 def measure_drafts(drafter: Drafter, target: Target, *, batches: Sequence[int]) -> DraftCosts:
-    """Time how long the drafter takes for the trees of each batch, after the same random text for every sequence."""
+    """Measure the seconds in which the drafter drafts one tree per sequence, for each batch size in `batches`. All
+    sequences have the same random text."""
     device = target.device
     text = torch.randint(target.vocab_size, (_DRAFT_TOKENS,), generator=torch.Generator().manual_seed(0))
     drafter.start([DraftContext(row, text.tolist()) for row in range(max(batches))])
@@ -366,12 +371,12 @@ def _draft_seconds(drafter: Drafter, batch: int, device: torch.device) -> float:
 
 
 def this_machine() -> str:
-    """Processor, instruction set of the kernels, and number of cores."""
+    """Describe this machine: processor, instruction set of the kernels, and number of cores."""
     return f"{processor_name()} {library.variant()} x {os.cpu_count()}"
 
 
 def processor_name() -> str:
-    """The processor's model name."""
+    """Model name of the processor."""
     lines = _CPU_INFO.read_text().splitlines() if _CPU_INFO.is_file() else []
     models = (line.partition(":")[2].strip() for line in lines if "model name" in line)
     return next(models, platform.processor() or platform.machine())

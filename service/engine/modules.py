@@ -1,5 +1,5 @@
-"""Runs a model by its own modules on flattened rows, with our attention over the slots of our pool, if its family has
-no list of ops (`decoder.py`); and linear layers whose weights a kernel holds.
+"""Runs a model by its own transformers modules on flattened rows, with our attention over the KV pool, if our ops do
+not compute the same (`decoder.py`). Also defines linear layers and embeddings that kernels or quantised blocks compute.
 
 Legend: rows = tokens of one forward, hidden = the model's width, dim = head_dim.
 """
@@ -23,26 +23,27 @@ ATTENTION_NAME = "adaptree"
 
 @dataclass(frozen=True, slots=True)
 class AttentionForm:
-    """Options of one layer's attention."""
+    """Options with which one layer of the model calls attention."""
 
-    layer: int
-    scale: float
+    layer: int  # index of the layer
+    scale: float  # factor on the scores before softmax
     window: int | None  # sliding window, tokens
     softcap: float | None
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionStep:
-    """Inputs and pool of one forward's attention, passed through the model as a forward argument."""
+    """Inputs of one forward's attention, passed through the model's modules as a keyword argument."""
 
     plan: Attention
     pool: KVPool
     slots: Tensor  # [rows] int64
-    forms: list[AttentionForm] | None  # collects each layer's form in the first forward, which is checked; else None
+    forms: list[AttentionForm] | None  # collects each layer's form in the first forward, which is checked; None later
 
 
 class ModuleLayers:
-    """Runs a model by its own modules. The first forward raises StartupError for attention that ours cannot replace."""
+    """Runs a model by its own modules. The first forward raises StartupError if our attention cannot replace the
+    model's."""
 
     def __init__(self, model: PreTrainedModel, tap_layers: Sequence[int] = ()) -> None:
         self.forms: list[AttentionForm] = []
@@ -58,7 +59,7 @@ class ModuleLayers:
         logit_rows: Tensor | slice,
         pool: KVPool,
     ) -> tuple[Tensor, Tensor | None]:
-        """As `service.engine.decoder.Layers`."""
+        """Run a forward; see `service.engine.decoder.Layers`."""
         step = AttentionStep(attention, pool, slots, None if self.forms else self.forms)
         output = self._model(
             input_ids=tokens[None],
@@ -68,15 +69,13 @@ class ModuleLayers:
             tree_step=step,
         )
         if step.forms is not None and [form.layer for form in step.forms] != list(range(pool.shape.num_layers)):
-            raise StartupError(
-                "this model has layers whose attention is not one plain attention each; adaptree cannot run it"
-            )
+            raise StartupError("this model has layers that do not call attention exactly once; adaptree cannot run it")
         return output.logits[0], self._taps.take(slots.shape[0]) if self._taps else None
 
 
 class FeatureTaps:
-    """Forward hooks that keep the outputs of some layers. The index of a layer in transformers' own
-    `output_hidden_states` changed between releases."""
+    """Keeps the outputs of the tapped layers by forward hooks. transformers' own `output_hidden_states` is not used,
+    because its layer indices changed between releases."""
 
     def __init__(self, layers: nn.ModuleList, indices: Sequence[int]) -> None:
         self._outputs: list[Tensor] = [torch.empty(0)] * len(indices)
@@ -87,7 +86,8 @@ class FeatureTaps:
         self._outputs[place] = output if isinstance(output, Tensor) else output[0]
 
     def take(self, num_rows: int, sequence: int = 0) -> Tensor:
-        """The last forward's features of one sequence's first rows. # -> [rows, taps * hidden]"""
+        """Return the last forward's features of the first `num_rows` rows of one sequence.
+        # -> [rows, taps * hidden]"""
         return torch.cat([output[sequence, :num_rows] for output in self._outputs], dim=-1)
 
 
@@ -108,11 +108,11 @@ def slot_attention(
     tree_step: AttentionStep,
     **options: object,
 ) -> tuple[Tensor, None]:
-    """Attend over the pool's slots; registered with transformers as the model's attention function.
+    """Write keys and values to the pool and attend over its slots; the attention function that transformers calls.
 
     query [1, query heads, rows, dim], key and value [1, kv_heads, rows, dim], after rotary embedding
-    -> [1, rows, query heads, dim]. `options` are transformers' own: `scaling`, `sliding_window`, `softcap`, `dropout`.
-    Raises StartupError for any other that would silently change the result.
+    -> [1, rows, query heads, dim]. Of transformers' `options`, `scaling`, `sliding_window` and `softcap` are applied;
+    raises StartupError for others that would change the result.
     """
     layer: int = module.layer_idx  # type: ignore[assignment]
     scaling, window, softcap = (options.pop(name, None) for name in ("scaling", "sliding_window", "softcap"))
@@ -142,9 +142,10 @@ _HARMLESS = frozenset(
 
 
 def refuse_unknown(module: nn.Module, arguments: dict[str, object], consequence: str) -> None:
-    """Raise StartupError where attention gets an argument that would silently change its result."""
+    """Raise StartupError if attention gets an argument that would change its result; `consequence`: end of the
+    message."""
     looks_ahead = None if getattr(module, "is_causal", True) else True
-    named = {**arguments, "two-way attention": looks_ahead}
+    named = {**arguments, "bidirectional attention": looks_ahead}
     unknown = [name for name, value in named.items() if value is not None and name not in _HARMLESS]
     if unknown:
         raise StartupError(f"this model's attention passes {', '.join(sorted(unknown))}, {consequence}")
@@ -164,11 +165,11 @@ class PlannedLinear(nn.Module):
         """x [..., in_features] -> [..., out_features]"""
         return self.product(x)
 
-    __call__ = forward  # has no hooks, and looking for them costs as much as a small product
+    __call__ = forward  # there are no hooks, and the search for them costs as much as a small product
 
 
 class QuantisedLinear(nn.Module):
-    """`nn.Linear` that dequantises its blocks at each call: slow, the reference for the kernels."""
+    """`nn.Linear` on quantised blocks that dequantises them at each call: slow, a reference for the kernels."""
 
     def __init__(self, weight: QuantisedWeight, bias: nn.Parameter | None) -> None:
         super().__init__()
@@ -185,9 +186,10 @@ class QuantisedLinear(nn.Module):
 
 
 class QuantisedEmbedding(nn.Module):
-    """`nn.Embedding` on quantised blocks; `scale`: the family's factor for embeddings."""
+    """`nn.Embedding` on quantised blocks."""
 
     def __init__(self, weight: QuantisedWeight, scale: float) -> None:
+        """`scale`: factor by which the model family multiplies embeddings."""
         super().__init__()
         self.weight = weight
         self._scale = scale
@@ -199,7 +201,7 @@ class QuantisedEmbedding(nn.Module):
 
 
 def weights_of(module: nn.Module) -> dict[str, Weight]:
-    """All weights below a module by name, quantised ones included."""
+    """Collect all weights of a module and its children by name, including quantised ones."""
     found: dict[str, Weight] = dict(module.named_parameters())
     for name, child in module.named_modules():
         if isinstance(child, QuantisedLinear | QuantisedEmbedding):
@@ -214,8 +216,8 @@ def num_bytes(weight: Weight) -> int:
 
 @torch.no_grad()
 def replace_linears(model: nn.Module, table: Ops) -> int:
-    """Replace every linear layer below `model` by a planned product; returns how many. A tied embedding keeps its
-    weight."""
+    """Replace every linear layer of `model` by a `PlannedLinear` of the ops in `table`. Returns their number. A tied
+    embedding keeps its weight."""
     places = [
         (parent, name, child)
         for parent in list(model.modules())

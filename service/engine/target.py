@@ -1,7 +1,7 @@
-"""The target: a Hugging Face decoder run on flattened rows with our own keys and values.
+"""The target model: a transformers decoder that runs on flattened rows with our own KV pool.
 
-A standard decoder runs as our own list of ops (`decoder.py`); any other runs its own modules, with our attention
-(`modules.py`). Legend: rows = tokens of one forward, logits = rows that choose a token.
+A standard decoder runs by our own ops (`decoder.py`), any other by its own modules with our attention (`modules.py`).
+Legend: rows = tokens of one forward, logits = rows from whose logits a token is chosen.
 """
 
 import math
@@ -27,17 +27,17 @@ class TargetOutput:
     """Logits and features of one forward."""
 
     logits: Tensor  # [logits, vocab], unprocessed, in the model's dtype
-    features: Tensor | None  # [rows, taps * hidden], tapped layer outputs, lowest layer first
+    features: Tensor | None  # [rows, taps * hidden], outputs of the tapped layers, lowest layer first
     sampler: Sampler = EAGER_SAMPLER  # sampler for these logits unless a transform changes them
-    scored: Tensor | None = None  # [scored, vocab], of prompt rows, which choose no token
+    scored: Tensor | None = None  # [scored, vocab], logits of prompt rows whose tokens are scored
 
 
 Forward = Callable[[ForwardRows, SlotTable], TargetOutput]
-"""Runs rows: writes their keys and values to `rows.slots`, returns logits of `rows.logit_rows`."""
+"""Runs a forward: writes the keys and values of all rows to `rows.slots`, returns the logits of `rows.logit_rows`."""
 
 
 class Target:
-    """A loaded model bound to its key/value pool; takes over the model's weights."""
+    """A loaded model with its KV pool. It owns the model's weights: `model` itself can no longer be run."""
 
     def __init__(
         self, model: PreTrainedModel, pool: KVPool, *, tap_layers: Sequence[int] = (), in_8_bits: bool = False
@@ -52,13 +52,13 @@ class Target:
         self._plan_attention = table.plan_attention
         self._layers = layers_of(model, pool, table, tap_layers)
         self._forward: Forward = self.forward_once
-        self.capture: Capture | None = None  # None: forwards run eagerly
-        self._no_tokens: Tensor | None = None  # ids of the vocabulary that are never chosen [no_tokens] int64
+        self.capture: Capture | None = None  # None if forwards run eagerly
+        self._no_tokens: Tensor | None = None  # [no_tokens] int64, ids of the vocabulary that are no tokens
 
     @torch.inference_mode()
     def forward(self, rows: ForwardRows, table: SlotTable, scored: Tensor | None = None) -> TargetOutput:
-        """Run the rows, captured if `run_by` was called. With `scored`, rows whose logits are returned as well, the
-        forward is eager. # scored [scored] int64"""
+        """Run a forward, captured if `run_by` was called. `scored`: further rows whose logits are returned as
+        `TargetOutput.scored`; with them the forward runs eagerly. # scored [scored] int64"""
         if scored is None:
             return self._forward(rows, table)
         output = self.forward_once(replace(rows, logit_rows=torch.cat([rows.logit_rows, scored])), table)
@@ -66,26 +66,26 @@ class Target:
         return replace(output, logits=logits, scored=more)
 
     def never_choose(self, ids: Sequence[int]) -> None:
-        """Give these ids no probability from now on: they are in the model's vocabulary, but no tokens. To be called
-        before forwards are captured."""
+        """Set the logits of these ids to -inf from now on; for ids in the model's vocabulary that are no tokens. Must
+        be called before forwards are captured."""
         self._no_tokens = torch.tensor(ids, device=self.device) if ids else None
 
     def run_by(self, forward: Forward, capture: Capture) -> None:
-        """Run forwards by captures from now on; `forward` calls `compute`."""
+        """Run forwards by `forward` from now on, which replays captures of `compute`."""
         self._forward, self.capture = forward, capture
 
     @property
     def runs_by_ops(self) -> bool:
-        """Whether the layers are our own list of ops, not the model's modules."""
+        """Whether the layers run by our own ops, not by the model's modules."""
         return isinstance(self._layers, FusedDecoder)
 
     @property
     def scratch(self) -> Tensor:
-        """Slots of the pool for the trees of a drafter that runs this model. # [scratch] int64"""
+        """Scratch places of the pool, for the trees of a drafter that runs this model. # [scratch] int64"""
         return self.pool.scratch
 
     def with_pool(self, num_slots: int, scratch: int) -> "Target":
-        """The same model on a pool of its own."""
+        """Return a copy of this target that shares the weights but has a KV pool of its own."""
         other = copy(self)
         other.pool = KVPool(self.pool.shape, num_slots, self.device, scratch=scratch)
         return other
@@ -93,8 +93,8 @@ class Target:
     def compute(
         self, tokens: Tensor, attention: AttentionRows, slots: Tensor, logit_rows: Tensor, slot_table: Tensor
     ) -> TargetOutput:
-        """Run the model on rows. # tokens, slots [rows]; logit_rows [logits]; slot_table [sequences, positions]; all
-        int64"""
+        """Run the model on flattened rows, eagerly; this is the part of a forward that is captured.
+        # tokens, slots [rows]; logit_rows [logits]; slot_table [sequences, positions]; all int64"""
         plan = self._plan_attention(
             attention, slot_table, query_heads=self.query_heads, kv_heads=self.pool.shape.kv_heads
         )
@@ -104,5 +104,5 @@ class Target:
         return TargetOutput(logits, features)
 
     def forward_once(self, rows: ForwardRows, table: SlotTable) -> TargetOutput:
-        """Run the rows eagerly."""
+        """Run a forward eagerly, even if `run_by` was called."""
         return self.compute(rows.tokens, rows.attention, rows.slots, rows.logit_rows, table.slots)

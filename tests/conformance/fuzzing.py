@@ -43,7 +43,7 @@ class Fault:
         if "rename" in self.kind:
             names.add(_unknown(self.name))
         if self.kind == "drop key":
-            names |= {"shape", "the files hold", "Padding_idx"}
+            names |= {"shape", "the files contain", "Padding_idx"}
         if self.name.endswith(".bias"):
             names.add(".bias")
         return self.kind != "change" and any(name in message for name in names)

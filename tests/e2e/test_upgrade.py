@@ -75,7 +75,7 @@ def test_costs_are_measured_anew_beside_the_old_ones(server: Process, root: Path
     server.state()
     costs = {file.name for file in (root / "state/costs").glob("costs-*.json")}
     assert costs > {file.name for file in (LEFT / "state/costs").iterdir()}
-    assert f"costs in {root / 'state/costs'} are of another version, model or machine" in server.log.read_text()
+    assert f"costs in {root / 'state/costs'} are for another version, model or machine" in server.log.read_text()
 
 
 def test_training_goes_on_with_its_moments(server: Process, root: Path) -> None:

@@ -396,4 +396,4 @@ def test_a_folder_that_cannot_be_written_is_no_reason_to_fail(tmp_path: Path, ca
     blocked = tmp_path / "file"
     blocked.write_text("")
     write_costs(blocked, KEY, COSTS)
-    assert "cannot be saved" in caplog.text
+    assert "cannot save measurements" in caplog.text

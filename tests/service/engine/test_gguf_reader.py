@@ -60,8 +60,8 @@ def test_a_file_is_read_as_the_gguf_package_reads_it(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("old", "new", "complaint"),
     [
-        (b"two", b"one", "tensor 'one' comes twice"),
-        (b"GGUF", b"GGML", "no GGUF of version 2 or 3"),
+        (b"two", b"one", "tensor 'one' occurs twice"),
+        (b"GGUF", b"GGML", "not as little-endian GGUF version 2 or 3"),
         (b"GGUF\3", b"GGUF\1", "version 1"),
         (b"\xc3\xa9\xe6", b"\xff\xff\xff", "utf-8"),
     ],
@@ -81,7 +81,7 @@ def test_a_doubled_key_is_named(tmp_path: Path) -> None:
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.close()
-    with pytest.raises(StartupError, match=r"key 'llama\.block_count' comes twice"):
+    with pytest.raises(StartupError, match=r"key 'llama\.block_count' occurs twice"):
         open_gguf(replaced(path, b"llama.block_clone", b"llama.block_count"))
 
 
@@ -96,7 +96,7 @@ def test_a_header_that_ends_early_is_refused(left: int, tmp_path: Path) -> None:
 def test_a_tensor_that_is_cut_off_is_named(tmp_path: Path) -> None:
     path = write(tmp_path / "a.gguf")
     path.write_bytes(path.read_bytes()[:-100])
-    with pytest.raises(StartupError, match=r"tensor 'blocks-one' \[3, 32\] of Q8_0 is cut off"):
+    with pytest.raises(StartupError, match=r"tensor 'blocks-one' of shape \[3, 32\] and type Q8_0 is truncated"):
         open_gguf(path)
 
 
@@ -107,9 +107,9 @@ def test_all_parts_of_a_split_model_are_read(tmp_path: Path) -> None:
     with pytest.raises(StartupError, match=r"part 2 of a split model: give the first part, m-00001-of-00002\.gguf"):
         open_gguf(second)
     alone = first.rename(tmp_path / "alone.gguf")
-    with pytest.raises(StartupError, match=r"alone\.gguf is one of 2 files of a split model"):
+    with pytest.raises(StartupError, match=r"alone\.gguf is one of 2 parts of a model"):
         open_gguf(alone)
-    with pytest.raises(StartupError, match=r"split into 2 files: m-00001-of-00002\.gguf is not beside it"):
+    with pytest.raises(StartupError, match=r"one of 2 parts of a model, but m-00001-of-00002\.gguf is missing"):
         open_gguf(first)
 
 
@@ -143,5 +143,5 @@ def test_an_alignment_of_zero_is_refused(tmp_path: Path) -> None:
 def test_parts_share_no_tensor(tmp_path: Path) -> None:
     first = write(tmp_path / "m-00001-of-00002.gguf", ["a"], part=(0, 2))
     write(tmp_path / "m-00002-of-00002.gguf", ["b", "a"], part=(1, 2))
-    with pytest.raises(StartupError, match="tensor 'a' is in another part too"):
+    with pytest.raises(StartupError, match="tensor 'a' is also in another part"):
         open_gguf(first)

@@ -196,8 +196,8 @@ def test_attention_sinks_are_refused(tmp_path: Path) -> None:
         ({"attention_mask": torch.zeros(1, 1, 9, 9)}, "attention_mask"),
         ({"key": torch.zeros(1, 4, 9, 12)}, "have the shape"),
         ({"value": torch.zeros(1, 2, 9, 8)}, "have the shape"),
-        ({"times": 2}, "not one plain attention each"),
-        ({"times": 0}, "not one plain attention each"),
+        ({"times": 2}, "do not call attention exactly once"),
+        ({"times": 0}, "do not call attention exactly once"),
         ({"position_ids": torch.zeros(1, 9), "use_cache": False}, ""),
     ],
     ids=["argument", "mask", "key", "value", "twice", "never", "harmless"],
@@ -224,7 +224,7 @@ def test_attention_that_is_not_plain_is_refused(
 def test_attention_that_looks_ahead_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     model = loaded_tiny("llama").model
     monkeypatch.setattr(decoder_layers(model)[0].get_submodule("self_attn"), "is_causal", False)
-    with pytest.raises(StartupError, match="two-way"):
+    with pytest.raises(StartupError, match="bidirectional"):
         bound(model)
 
 

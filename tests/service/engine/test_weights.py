@@ -146,7 +146,7 @@ def test_damaged_weights_are_named(tmp_path: Path) -> None:
     folder = tiny_model("llama", tmp_path)
     (file,) = folder.glob("*.safetensors")
     file.write_bytes(file.read_bytes()[:-100])
-    with pytest.raises(StartupError, match="its weights are damaged, copy or download them again"):
+    with pytest.raises(StartupError, match="the weights are damaged; copy or download them again"):
         load(folder)
 
 
