@@ -1,3 +1,3 @@
-"""Triton kernels, one module per op, each the device implementation of a plain-torch reference in `kernels`.
-Only `kernels/ops.py` imports from here, and only where the ops are bound to a CUDA device: everything else runs without
-Triton installed. Kernels are compiled for shapes that a model fixes, never for what a step holds."""
+"""Triton kernels: device implementations of the plain-torch references in `kernels`, in modules of the same names.
+Only `kernels/ops.py` imports them, and only to bind ops to a CUDA device: everything else runs without Triton. Kernels
+are specialised for sizes that a model fixes, never for sizes that change from step to step."""

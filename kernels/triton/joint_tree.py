@@ -1,10 +1,10 @@
 # ruff: noqa: N803 - sizes that a kernel is compiled for are written in capitals
 # mypy: allow-untyped-decorators
-"""Ops of `kernels/joint_tree.py` in one kernel each, learning in two. No value is read on the host: graphs can capture
-them.
+"""Ops of `kernels/joint_tree.py` in one kernel each (learning in two). The host reads no value, so CUDA graphs can
+capture them.
 
-A sequence's tokens are counted by many programs: each has some of the buckets and goes over all tokens. A tree is grown
-by one program, which holds its nodes in registers. What was committed is learnt by one program for all rows."""
+Many programs count a sequence's tokens: each owns some of the buckets and reads all tokens. One program grows a tree,
+whose nodes it holds in registers. One program learns the committed tokens of all rows."""
 
 import triton
 import triton.language as tl
@@ -35,8 +35,8 @@ from kernels.triton.trees import lanes
 
 _PAIRS = 128  # pairs of a token and an order whose buckets a program looks up at once
 _OWN = 8  # tokens per program
-_PROGRAMS = 128  # most that count one sequence: about as many as a device has processors
-_HELD = 1024  # numbers of a tensor for which a warp has registers
+_PROGRAMS = 128  # most programs that count one sequence: about the number of a device's multiprocessors
+_HELD = 1024  # elements of a tensor that one warp can hold in registers
 
 _NUM_ORDERS, _CONTEXT, _NUM_PARTS, _MAX_DEPTH = map(tl.constexpr, (len(ORDERS), CONTEXT, len(PARTS), MAX_DEPTH))
 _TEXT, _PAST, _NO_TOKEN, _ROOT = map(tl.constexpr, (TEXT, PAST, NO_TOKEN, ROOT))
@@ -71,9 +71,9 @@ def grow_joint_tree(memory: Memory, rows: Tensor, network: DraftTree | None, max
 def learn_committed(
     memory: Memory, rows: Tensor, tokens: Tensor, counts: Tensor, verified: DraftTree, choices: Tensor, rate: float
 ) -> Tensor:
-    """Same as the reference op. Rows of one scope share weights and past answers, and each row reads what the one
-    before wrote: one program goes over the rows in order, so that the result is deterministic. The target's choices
-    after rejected nodes belong to one row each, and are counted by many programs after that. # -> [4 + len(ORDERS)]"""
+    """Same as the reference op. Rows of one scope share weights and past answers, so one program handles all rows in
+    order, which makes the result deterministic. Afterwards many programs count the target's choices after rejected
+    nodes, which concern one row each. # -> [4 + len(ORDERS)]"""
     outcome, tails, rows = rows.new_empty(4 + len(ORDERS)), memory.tails[rows], rows.contiguous()
     _learn[(1,)](
         memory, rows, tokens.contiguous(), counts.contiguous(), outcome, memory.network.width,
@@ -99,7 +99,7 @@ def _add(
     count: tl.tensor,
     PAIRS: tl.constexpr,
 ) -> None:
-    """Count all sightings of some buckets, in the order of the tokens."""
+    """Count the tokens that fall into this program's buckets, in the order of the tokens."""
     mine, programs, row = tl.program_id(0), tl.num_programs(0), tl.cast(row, tl.int64)
     pair, age = tl.arange(0, PAIRS), tl.arange(0, AGES)
     start = 0
@@ -128,8 +128,8 @@ def _add_rejected(
     MOST: tl.constexpr,
     PAIRS: tl.constexpr,
 ) -> None:
-    """Count the target's choices after a row's rejected nodes as `_add` does. # tails [batch, CONTEXT], before the
-    step"""
+    """Count the target's choices after a row's rejected nodes, as `_add` does.
+    # tails [batch, CONTEXT], last tokens before the step"""
     line, mine, programs = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     row, count, tail = tl.load(rows + line), tl.load(tree.num_nodes + line), tails + line * _CONTEXT
     pair, age = tl.arange(0, PAIRS), tl.arange(0, AGES)[None, :]
@@ -171,8 +171,8 @@ def _grow(
     NODES: tl.constexpr,
     PROPOSED: tl.constexpr,
 ) -> None:
-    """Grow one row's tree. Nodes are expanded by falling survival, the order of the result: a node is numbered and
-    written when it is expanded. It is not replaced after that, for later nodes have lower survival."""
+    """Grow one row's tree. Nodes are expanded by falling survival, which is also the order of the result: a node is
+    numbered and written when it is expanded. It cannot be replaced later, because later nodes have lower survival."""
     line, slot = tl.program_id(0).to(tl.int64), tl.arange(0, NODES)
     row, age = tl.load(rows + line), tl.arange(0, AGES)
     if given is None:
@@ -232,7 +232,7 @@ def _insert(
     depth: tl.tensor,
     NODES: tl.constexpr,
 ) -> tl.tuple:
-    """Put candidates, one after the other, in the place of the least likely node where they are likelier.
+    """Insert candidates one after the other: each replaces the least likely node if it is likelier.
     # nodes: six of [NODES]; active, likely, token, node [BUCKET_LANES]"""
     survival, tokens, proposals, parents, depths, waits = nodes
     slot, lane, least = tl.arange(0, NODES), tl.arange(0, BUCKET_LANES), tl.min(survival, 0)
@@ -300,7 +300,7 @@ def _learn(
             if stores:
                 _count_committed(memory, row, _PAST, context, age, committed_token)
         newest = context_of(tail, text, count, age, age < _CONTEXT)
-        tl.debug_barrier()  # all have read the tail
+        tl.debug_barrier()  # all threads have read the tail
         tl.store(tail + age, newest, mask=age < _CONTEXT)
         tl.store(memory.predicted + row, tl.load(memory.predicted + row) + predicted)
         tl.store(memory.alone.num_nodes + row, 0)
@@ -314,7 +314,7 @@ def _learn(
 
 @triton.jit
 def _update(memory: tl.tuple, feature: tl.tensor, label: tl.tensor, rate: tl.tensor) -> None:
-    """Learn from a candidate, before the next one is judged. # feature [GROUPS]"""
+    """Update the weights by one candidate's outcome, before the next candidate is scored. # feature [GROUPS]"""
     is_one = tl.arange(0, GROUPS) < NUM_GROUPS
     weight = tl.load(memory.weights + feature, mask=is_one, other=0.0)
     square = tl.load(memory.squares + feature, mask=is_one, other=1.0)
@@ -352,7 +352,7 @@ def _keep(
     count: tl.tensor,
     PROPOSED: tl.constexpr,
 ) -> None:
-    """Copy the network's proposals for the learning step."""
+    """Store the network's proposals in the memory, for `learn_committed`."""
     node = tl.arange(0, PROPOSED)
     at, exists = first + node, node < count
     token, parent = tl.load(given.tokens + at, mask=exists), tl.load(given.parents + at, mask=exists)
@@ -381,7 +381,7 @@ def _write(
 def _matching(
     tree: tl.tuple, row: tl.tensor, held: tl.tensor, text: tl.tensor, count: tl.tensor, NODES: tl.constexpr
 ) -> tl.tensor:
-    """Number of leading tokens that the tree has as a path from its root."""
+    """Count the leading tokens that form a path from the tree's root."""
     node = tl.arange(0, NODES)
     exists = node < tl.load(tree.num_nodes + row)
     token = tl.load(tree.tokens + row * held + node, mask=exists, other=_NO_TOKEN)

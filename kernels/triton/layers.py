@@ -2,14 +2,14 @@
 # mypy: allow-untyped-decorators
 """Ops of `kernels/layers.py` in one launch each.
 
-A product sums every row as one chain of multiply-adds in the order of its columns, in float32, whatever tile it stands
-in. With few rows the weights bound the time, and every program streams them through several buffers: enough bytes are
-in flight even with fewer programs than processors, so columns need not be cut into sections that are added up later.
-Weights are the left factor of the products, so that tiles of few and of many rows use the same instructions.
+A product sums every row as one chain of multiply-adds in the order of its columns, in float32, in any tile. With few
+rows, reading the weights bounds the time; programs stream them through several pipeline stages, which keeps enough
+bytes in flight without splitting the columns (split-K). Weights are the left factor of the products, so that tiles of
+few and of many rows use the same instructions.
 
-One program norms a row, and one rotates a head of a row: sums do not depend on the batch. Values that the references
-round are rounded here, and products of the rotation are not fused with their sum, so that its bits are the
-reference's."""
+One program norms a row, and one rotates a head of a row, so that sums do not depend on the batch. Values that the
+references round are rounded here, and the products of the rotation are not fused with their sum, so that the result has
+the reference's bits."""
 
 from dataclasses import dataclass
 from functools import cache
@@ -28,13 +28,13 @@ class _Tile:
 
     rows: int
     features: int
-    columns: int  # columns of a block of the sum
+    columns: int  # columns that are summed at a time
     warps: int
-    stages: int  # most stages; a device with less shared memory has fewer, which changes no bit
-    fewest: int  # programs below which a smaller tile is faster
+    stages: int  # most pipeline stages; a device with less shared memory uses fewer, which changes no bit
+    fewest: int  # number of programs below which a smaller tile is faster
 
     def stage_bytes(self, item: int) -> int:
-        """Shared memory of one stage, for numbers of so many bytes."""
+        """Shared memory of one stage in bytes, for elements of `item` bytes."""
         return (self.rows + self.features) * self.columns * item
 
 
@@ -46,17 +46,17 @@ _TILES = (
     _Tile(32, 64, 128, 4, 6, fewest=0),
     _Tile(16, 64, 128, 4, 6, fewest=0),
 )
-"""Largest first: they compute most with what they read, but a device has work for a hundred programs and more.
-Chosen by time on an H100, with the layers of an 8B model and 1 to 2048 rows (docs/gpu.md)."""
+"""Tiles, largest first: larger ones compute more per byte read, but a device needs about a hundred programs to be busy.
+Chosen by timing on an H100, with the layers of an 8B model and 1 to 2048 rows (docs/gpu.md)."""
 
 _SMALLEST_SHARED = 99 * 1024
 
 _FLOAT32 = _Tile(16, 64, 32, 4, 2, fewest=0)
-"""Products in full precision run without matrix instructions, and their tiles must fit into registers."""
+"""Tile of products in full precision, which use no matrix instructions and must fit into registers."""
 
 
 def plan_linear(weight: Weight, bias: Tensor | None) -> Product:
-    """Same as the reference op; quantised weights are made dense. # weight [out, in], bias [out]"""
+    """Same as the reference op; quantised weights are dequantised. # weight [out, in], bias [out]"""
     weight = dense(weight).contiguous()
     features, columns = weight.shape
 
@@ -83,7 +83,7 @@ def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None
 
 
 def _tile_for(rows: int, features: int) -> _Tile:
-    """The largest tile that the rows fill by more than half and that leaves a device enough programs."""
+    """Choose the largest tile that the rows fill by more than half and that gives a device enough programs."""
 
     def fits(tile: _Tile) -> bool:
         programs = triton.cdiv(rows, tile.rows) * triton.cdiv(features, tile.features)
@@ -94,7 +94,7 @@ def _tile_for(rows: int, features: int) -> _Tile:
 
 @cache
 def _shared_memory(device: torch.device) -> int:
-    """Bytes of shared memory that one program can use; without a device, the least that any has."""
+    """Bytes of shared memory that one program can use; without a device, the smallest value of supported devices."""
     if device.type != "cuda":
         return _SMALLEST_SHARED
     properties = triton.runtime.driver.active.utils.get_device_properties(device.index)
@@ -116,7 +116,7 @@ def _linear(
     FEATURES: tl.constexpr,
     COLUMNS: tl.constexpr,
 ) -> None:
-    """One tile of the output. # tiles of rows stand side by side, so that they share the weights they read"""
+    """Compute one tile of the output. Programs of the same weights run next to each other, so that they share reads."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     feature = tl.program_id(1) * FEATURES + tl.arange(0, FEATURES)
     is_row, is_feature = row < rows, feature < features
@@ -141,7 +141,7 @@ _BLOCK = 1024
 
 
 def add_rms_norm(hidden: Tensor, delta: Tensor | None, weight: Tensor, epsilon: float) -> Tensor:
-    """Same as the reference op. # hidden, delta [rows, hidden] without gaps -> [rows, hidden]"""
+    """Same as the reference op. # hidden, delta [rows, hidden], contiguous -> [rows, hidden]"""
     width = weight.shape[0]
     out = hidden.new_empty(hidden.shape)
     if hidden.numel():
@@ -206,7 +206,8 @@ def rotary_store(
     head_norms: tuple[Tensor, Tensor] | None,
     epsilon: float,
 ) -> Tensor:
-    """Same as the reference op; of rows with the same slot any may win. # -> queries [rows, query heads, dim]"""
+    """Same as the reference op; if rows share a slot, any of them may be stored.
+    # -> queries [rows, query heads, dim]"""
     rows, kv_heads, dim = slots.shape[0], pool.shape[2], pool.shape[3]
     query = joined.new_empty(rows, query_heads, dim)
     query_norm, key_norm = head_norms or (joined, joined)
@@ -233,13 +234,13 @@ def _rotate_store(
     key_norm: tl.tensor,
     epsilon: tl.tensor,
     NORMS: tl.constexpr,
-    SPAN: tl.constexpr,  # 0, or elements that hold all heads that are normed together
+    SPAN: tl.constexpr,  # elements of all heads that are normed together, rounded up; 0 if each head is normed alone
     QUERY_HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HALF: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """One head of one row."""
+    """Norm, rotate and store one head of one row."""
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     place = tl.arange(0, BLOCK)
     held = place < HALF
@@ -268,7 +269,7 @@ def _rotate_store(
         second = _turned(second, first, cos + angle + HALF, sin + angle + HALF, held, kind)
         first = turned
     own = (tl.load(slots + row) * KV_HEADS + head - QUERY_HEADS) * 2 * HALF + place
-    # three stores: queries and the pool may be of two types of numbers
+    # three stores, because queries and the pool may have different types
     if head < QUERY_HEADS:
         _store_halves(query + (row * QUERY_HEADS + head) * 2 * HALF + place, first, second, held, HALF)
     elif head < QUERY_HEADS + KV_HEADS:
@@ -293,7 +294,7 @@ def _weighted(x: tl.tensor, weight: tl.tensor, held: tl.tensor, kind: tl.constex
 def _turned(
     x: tl.tensor, across: tl.tensor, cos: tl.tensor, sin: tl.tensor, held: tl.tensor, kind: tl.constexpr
 ) -> tl.tensor:
-    """Products are rounded to a kind of number before they are added, and their sum too. # x, across float32"""
+    """Compute x cos + across sin, rounding the products and the sum to type `kind`. # x, across float32"""
     along = x * tl.load(cos, mask=held, other=0.0).to(tl.float32)
     aside = across * tl.load(sin, mask=held, other=0.0).to(tl.float32)
     return (along.to(kind).to(tl.float32) + aside.to(kind).to(tl.float32)).to(kind).to(tl.float32)

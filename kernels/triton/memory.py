@@ -1,9 +1,9 @@
 # ruff: noqa: N803 - sizes that a kernel is compiled for are written in capitals
 # mypy: allow-untyped-decorators
-"""What a memory (`kernels/memory.py`) has counted, and the candidates for the next token, on a device.
+"""Device functions of the n-gram memory (`kernels/memory.py`): count tokens, look up counts, and score candidates.
 
 Legend: lanes = the entries of one bucket of each order, the longest order first; round = candidates that are computed
-at once, from one part or from as many nodes of the network's tree. So candidates come in the reference's order."""
+together, from one part or from as many nodes of the network's tree. Candidates come in the reference's order."""
 
 import triton
 import triton.language as tl
@@ -47,10 +47,10 @@ def expand(
     context: tl.tensor,
     age: tl.tensor,
 ) -> tl.tuple:
-    """What all candidates after a node have in common, for `offered` and `weigh`, and the number of rounds of
-    candidates: row, network; the node of the network's tree, the depth, whether the node has children there, and
-    whether that tree claims any token at this position; hashes of the context; index of the first weight of the set.
-    # context, age [AGES]"""
+    """Prepare the candidates after a node; returns the argument `after` of `offered` and `weigh`, and the number of
+    rounds. `after` is: row; network; the node in the network's tree, the candidates' depth, whether the node has
+    children in that tree, and whether the tree claims any token at this position; hashes of the context; index of the
+    set's first weight. # context, age [AGES]"""
     order, _ = order_and_way()
     seen = hash_contexts(memory, context.to(tl.int64)[None, :], age[None, :], order)
     knows, is_claimed, start = tl.cast(0, tl.int32), tl.cast(0, tl.int32), 0
@@ -67,8 +67,8 @@ def expand(
 
 @triton.jit
 def offered(memory: tl.tuple, after: tl.tuple, now: tl.tensor) -> tl.tuple:
-    """The candidates of a round: tokens, their positions (a part's order, or a node of the network's), and whether
-    there is one. # each [BUCKET_LANES]"""
+    """Return the candidates of a round: token, place (order in a part, or node of the network's tree), and whether the
+    lane has a candidate. # each [BUCKET_LANES]"""
     row, network, of, seen, _ = after
     place, _ = order_and_way()
     if now < _NUM_PARTS:
@@ -81,9 +81,9 @@ def offered(memory: tl.tuple, after: tl.tuple, now: tl.tensor) -> tl.tuple:
 
 @triton.jit
 def weigh(memory: tl.tuple, after: tl.tuple, now: tl.tensor, token: tl.tensor, place: tl.tensor) -> tl.tuple:
-    """Of each candidate its node of the network's or -1, its features, the sum of their weights in the order of groups,
-    whether it is new (in no part before, nor after a longer context, nor claimed by a node before), and the longest
-    orders in which the prediction and past answers have it, or -1.
+    """Score a round's candidates. Returns for each: its node in the network's tree or -1; its features; the sum of
+    their weights, in the order of groups; whether it is new (in no earlier part, after no longer context, and claimed
+    by no earlier node); and the longest orders at which the prediction and past answers have it, or -1.
     # token, place [BUCKET_LANES] -> features [GROUPS, BUCKET_LANES], the others like token"""
     row, network, of, seen, first_weight = after
     order, _ = order_and_way()
@@ -126,8 +126,8 @@ def weigh(memory: tl.tuple, after: tl.tuple, now: tl.tensor, token: tl.tensor, p
 
 @triton.jit
 def _claim_of(network: tl.tuple, of: tl.tuple, token: tl.tensor) -> tl.tuple:
-    """The child of a proposed node that has the token, or -1; the first node that claims the token at this position;
-    the claim, and its class."""
+    """Find the network's claim of each token at this position: the child of the proposed node with the token, or -1;
+    the first node that claims the token; the claimed probability; and its class."""
     _, _, knows, is_claimed = of
     last, first = tl.full([BUCKET_LANES], -1, tl.int32), tl.zeros([BUCKET_LANES], tl.int32) + network[4]
     claim, start = tl.zeros([BUCKET_LANES], tl.float32), 0
@@ -148,7 +148,7 @@ def _claim_of(network: tl.tuple, of: tl.tuple, token: tl.tensor) -> tl.tuple:
 
 @triton.jit
 def _noise(memory: tl.tuple, row: tl.tensor, depth: tl.tensor, token: tl.tensor) -> tl.tensor:
-    """Class of a token's sampling noise by leading zeros of its hash; 0 at temperature 0."""
+    """Compute the class of a token's sampling noise by the leading zeros of its hash; 0 at temperature 0."""
     bits = hash_bits(tl.load(memory.seeds + row), tl.load(memory.roots + row) + depth, token).to(tl.int64)
     zeros = tl.full([BUCKET_LANES], 2, tl.int32)
     for place in tl.static_range(_NOISES - 3):
@@ -160,14 +160,14 @@ def _noise(memory: tl.tuple, row: tl.tensor, depth: tl.tensor, token: tl.tensor)
 def _with_feature(
     features: tl.tensor, score: tl.tensor, weights: tl.tensor, group: tl.constexpr, feature: tl.tensor
 ) -> tl.tuple:
-    """Features and score with one feature added."""
+    """Add one group's feature to the features, and its weight to the score."""
     groups = tl.arange(0, GROUPS)[:, None]
     return tl.where(groups == group, feature[None, :], features), score + tl.load(weights + feature)
 
 
 @triton.jit
 def chance(score: tl.tensor) -> tl.tensor:
-    """The sigmoid of a score, within limits."""
+    """Compute a candidate's probability: the sigmoid of its score, within CHANCE_LIMITS."""
     return tl.minimum(tl.maximum(tl.div_rn(1.0, 1.0 + tl.exp(-score)), _LOWEST), _HIGHEST)
 
 
@@ -180,7 +180,7 @@ def count_sightings(
     active: tl.tensor,
     amount: tl.constexpr,
 ) -> None:
-    """Count sightings one after the other, for several may be in one bucket."""
+    """Count occurrences of weight `amount`, one after the other, because several may fall into one bucket."""
     sighting, way = tl.arange(0, buckets.shape[0]), tl.arange(0, _WAYS)
     names = (tags << _TAG_PLACE) | (token.to(tl.int64) << _COUNT_BITS)
     while any_of(active):
@@ -195,13 +195,13 @@ def count_sightings(
         entered = tl.where(rarest, name | amount, faded)
         tl.debug_barrier()
         tl.store(places, tl.where(tl.max(is_known.to(tl.int32), 0) > 0, counted, entered))
-        tl.debug_barrier()  # the next one may be of the same bucket
+        tl.debug_barrier()  # the next occurrence may fall into the same bucket
         active = active & ~one
 
 
 @triton.jit
 def hash_contexts(memory: tl.tuple, context: tl.tensor, age: tl.tensor, order: tl.tensor) -> tl.tuple:
-    """Hashes of contexts, and whether the sequence is long enough for them.
+    """Compute the hashes of contexts, and whether the sequence is long enough for them.
     # context, age [lanes or 1, AGES] int64, the newest token has age 0; order [lanes] -> both [lanes]"""
     length = tl.zeros_like(order)
     for number in tl.static_range(_NUM_ORDERS):
@@ -216,7 +216,7 @@ def hash_contexts(memory: tl.tuple, context: tl.tensor, age: tl.tensor, order: t
 
 @triton.jit
 def buckets_of(memory: tl.tuple, row: tl.tensor, part: tl.tensor, seen: tl.tuple) -> tl.tuple:
-    """Buckets and tags of contexts in a part; bucket -1 where the sequence is too short or the row has no such part."""
+    """Return buckets and tags of contexts in a part; bucket -1 if the sequence is too short or the part is missing."""
     hashed, fits = seen
     of = memory.parts + (row * _NUM_PARTS + part) * 2
     first, buckets, bits = tl.load(of), tl.load(of + 1), hashed.to(tl.uint64)
@@ -226,9 +226,8 @@ def buckets_of(memory: tl.tuple, row: tl.tensor, part: tl.tensor, seen: tl.tuple
 
 @triton.jit
 def entries_of(memory: tl.tuple, row: tl.tensor, part: tl.tensor, seen: tl.tuple) -> tl.tuple:
-    """The tokens that a part has counted after the context of each order, with their counts; 0 for an empty entry or
-    one of another context.
-    # both [LANES]"""
+    """Look up the tokens that a part has counted after the context of each order, and their counts; the count is 0 for
+    an empty entry or one of another context. # both [BUCKET_LANES]"""
     _, way = order_and_way()
     bucket, tag = buckets_of(memory, row, part, seen)
     entry = tl.load(memory.entries + bucket * _WAYS + way, mask=bucket >= 0, other=0)
@@ -239,14 +238,14 @@ def entries_of(memory: tl.tuple, row: tl.tensor, part: tl.tensor, seen: tl.tuple
 
 @triton.jit
 def order_and_way() -> tl.tuple:
-    """Order and way of each lane."""
+    """Return order and way (entry of the bucket) of each lane."""
     lane = tl.arange(0, BUCKET_LANES)
     return -(lane // _WAYS) + (_NUM_ORDERS - 1), lane % _WAYS
 
 
 @triton.jit
 def context_of(tail: tl.tensor, text: tl.tensor, place: tl.tensor, age: tl.tensor, active: tl.tensor) -> tl.tensor:
-    """The tokens before a position of a sequence that continues the tail."""
+    """Load the tokens before position `place` of a text that continues the tail."""
     is_new, before = active & (age < place), active & (age >= place) & (age - place < _CONTEXT)
     newer = tl.load(text + place - 1 - age, mask=is_new, other=_NO_TOKEN)
     return tl.where(is_new, newer, tl.load(tail + age - place, mask=before, other=_NO_TOKEN))
@@ -254,7 +253,7 @@ def context_of(tail: tl.tensor, text: tl.tensor, place: tl.tensor, age: tl.tenso
 
 @triton.jit
 def proposals_of(tree: tl.tuple, first: tl.tensor, count: tl.tensor) -> tl.tuple:
-    """A network's tree: addresses of tokens, parents, depths and survival, and its number of nodes."""
+    """Return addresses of a network tree's tokens, parents, depths and survival, and its number of nodes."""
     return (
         tree.tokens + first,
         tree.parents + first,
@@ -266,7 +265,7 @@ def proposals_of(tree: tl.tuple, first: tl.tensor, count: tl.tensor) -> tl.tuple
 
 @triton.jit
 def proposed_nodes(network: tl.tuple, proposed: tl.tensor, depth: tl.tensor, start: tl.tensor) -> tl.tuple:
-    """One node per lane: their numbers, which are children of node `proposed`, and which are at the depth."""
+    """Load one node per lane: its index, whether it is a child of node `proposed`, and whether it is at the depth."""
     _, parents, depths, _, count = network
     node = start + tl.arange(0, BUCKET_LANES)
     is_child = tl.load(parents + node, mask=node < count, other=UNKNOWN - 1) == proposed
@@ -275,7 +274,7 @@ def proposed_nodes(network: tl.tuple, proposed: tl.tensor, depth: tl.tensor, sta
 
 @triton.jit
 def claims_of(network: tl.tuple, of: tl.tuple, start: tl.tensor) -> tl.tuple:
-    """One node per lane: numbers, tokens, and which of them claim their token at this position."""
+    """Load one node per lane: its index, its token, and whether it claims the token at this position."""
     proposed, depth, knows, _ = of
     node, is_child, is_at_depth = proposed_nodes(network, proposed, depth, start)
     claims = tl.where(knows > 0, is_child, is_at_depth)
@@ -284,7 +283,7 @@ def claims_of(network: tl.tuple, of: tl.tuple, start: tl.tensor) -> tl.tuple:
 
 @triton.jit
 def _num_below(value: tl.tensor, EDGES: tl.constexpr, NUMBER: tl.constexpr) -> tl.tensor:
-    """Number of edges below each value."""
+    """Count the edges below each value."""
     passed = tl.zeros(value.shape, tl.int32)
     for edge in tl.static_range(NUMBER):
         passed += (value > EDGES[edge]).to(tl.int32)
@@ -299,5 +298,5 @@ def any_of(marked: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def value_of(one: tl.tensor, values: tl.tensor) -> tl.tensor:
-    """The value of the one marked lane."""
+    """Return the value of the only marked lane."""
     return tl.sum(tl.where(one, values, 0), 0)

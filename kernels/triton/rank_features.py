@@ -1,6 +1,6 @@
 # ruff: noqa: N803 - sizes that a kernel is compiled for are written in capitals
 # mypy: allow-untyped-decorators
-"""The features of `kernels/lattice.py` in one pass over the scores, each read once.
+"""The rank features of `kernels/lattice.py`, in one pass that reads each logit once.
 A row keeps its running maximum, the sum of weights below it and their first moment (from which the entropy follows),
 and the TOP best scores seen. A block is searched only while it holds a score above the lowest of these, which after the
 first few blocks is seldom. Of equal scores the lower id ranks first."""
@@ -80,7 +80,7 @@ def _features_of_row(
 def _keep_best(
     best: tl.tensor, best_ids: tl.tensor, score: tl.tensor, token: tl.tensor, PLACES: tl.constexpr
 ) -> tl.tuple:
-    """The best scores and their ids after one more block. # best, best_ids [PLACES]; score, token [BLOCK]"""
+    """Update the best scores and their ids by one more block. # best, best_ids [PLACES]; score, token [BLOCK]"""
     place = tl.arange(0, PLACES)
     challenger, last = tl.max(score, 0), tl.min(best, 0)
     while challenger > last:
@@ -96,7 +96,7 @@ def _keep_best(
 
 @triton.jit
 def _ranked(best: tl.tensor, best_ids: tl.tensor, place: tl.tensor, PLACES: tl.constexpr) -> tl.tuple:
-    """Sorted, highest first, lower id first among equals."""
+    """Sort scores and ids, highest score first, lower id first among equals."""
     mine, yours = best[:, None], best[None, :]
     before = (yours > mine) | ((yours == mine) & (best_ids[None, :] < best_ids[:, None]))
     counted = before & (place < _TOP)[None, :]

@@ -1,10 +1,10 @@
 # ruff: noqa: N803 - sizes that a kernel is compiled for are written in capitals
 # mypy: allow-untyped-decorators
-"""Tokens drawn on a device: `kernels/sample.py` without storing noise, sorting or asking the host.
+"""Sampling of `kernels/sample.py` on a device, without storing noise, sorting, or waiting for the host.
 The hash is integers: its bits are the CPU's. The float steps are the reference's, in its order, with correctly rounded
 division and no contraction; logarithms are libdevice's, which are the ones that torch calls on the same device but may
 differ from a CPU's in the last bit. So the same logits may, in a near-tie, give another token than on a CPU; on one
-device plain and speculative decoding draw with the same code, and a row's token does not depend on its company.
+device plain and speculative decoding draw with the same code, and a row's token does not depend on other rows.
 Without filters noise, temperature and argmax are one pass over parts of a row. With filters one program per row looks
 for the best of scores + noise, counts what ranks above it and their mass, and is done unless that is too much for a
 filter; then nothing ranked below can be in, and it looks again above. A likely token is found at once: 1 / top_p looks,
@@ -75,7 +75,7 @@ def _best_of_parts(
     stride: tl.tensor,
     BLOCK: tl.constexpr,
 ) -> None:
-    """The best token of one part of one row, and its score."""
+    """Find the best token of one part of one row, and its score."""
     row, part = tl.program_id(0), tl.program_id(1)
     token = part * BLOCK + tl.arange(0, BLOCK)
     exists = token < vocab
@@ -94,7 +94,7 @@ def _best_of_parts(
 
 @triton.jit
 def gumbel(seed: tl.tensor, position: tl.tensor, token: tl.tensor) -> tl.tensor:
-    """The noise of some tokens at one position; formula and reasons in `kernels/sample.py`."""
+    """Compute the Gumbel noise of tokens at one position, as `gumbel_noise_of` of `kernels/sample.py`."""
     # token [tokens] int32 -> [tokens] float32
     u = hash_bits(seed, position, token).to(tl.float32)
     u = tl.minimum((u + 0.5) * 2.3283064365386963e-10, 0.999999940395355224609375)  # 2^-32, 1 - 2^-24
@@ -103,7 +103,8 @@ def gumbel(seed: tl.tensor, position: tl.tensor, token: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def hash_bits(seed: tl.tensor, position: tl.tensor, token: tl.tensor) -> tl.tensor:
-    """32 random bits of each token: the lowbias32 mixer over its id, half of the row's SplitMix64 key per round."""
+    """Compute 32 random bits of each token: two rounds of the lowbias32 mixer over its id, with half of the row's
+    SplitMix64 key in each."""
     # token [tokens] int32 -> [tokens] uint32
     golden = tl.full([1], 0x9E3779B97F4A7C15, tl.uint64)
     key = _mix64(_mix64(seed.to(tl.uint64) + golden) + (position + 1).to(tl.uint64) * golden)
@@ -176,7 +177,8 @@ def _best_above(
     below_score: tl.tensor,
     BLOCK: tl.constexpr,
 ) -> tl.tuple:
-    """Of the tokens that rank above `below` the best with noise, the lowest id of equals, and its score."""
+    """Find the token of highest score plus noise among those that rank above `below` (ties go to the lowest id), and
+    its score."""
     best_value, best_score, best = temperature * 0.0 - float("inf"), below_score, below
     for start in range(0, vocab, BLOCK):
         token = start + tl.arange(0, BLOCK)
@@ -205,7 +207,7 @@ def _ranked_above(
     below_score: tl.tensor,
     BLOCK: tl.constexpr,
 ) -> tl.tuple:
-    """How many tokens rank above `below`, and their mass."""
+    """Count the tokens that rank above `below`, and sum their mass."""
     number = below * 0
     mass = number.to(tl.int64)
     for start in range(0, vocab, BLOCK):
@@ -227,8 +229,8 @@ def _kept_mass(
     count: tl.tensor,
     BLOCK: tl.constexpr,
 ) -> tl.tensor:
-    """The mass of the `count` likeliest tokens; of all where that is 0."""
-    near = count * 0  # the smallest distance within which there are so many lies between these two
+    """Sum the mass of the `count` likeliest tokens, or of all tokens if `count` is 0."""
+    near = count * 0  # the smallest distance within which there are `count` tokens is in [near, far]
     far = near + _FARTHEST
     while (count > 0) & (near < far):
         middle = near + ((far - near) >> 1)
@@ -255,7 +257,7 @@ def _kept_mass(
 def _scaled(
     scores: tl.tensor, token: tl.tensor, vocab: tl.tensor, top: tl.tensor, temperature: tl.tensor, least: tl.tensor
 ) -> tl.tensor:
-    """Scaled scores, -inf for tokens that are too unlikely and for padding. # token [tokens] -> [tokens] float32"""
+    """Load and scale scores; -inf for tokens below `least` and for padding. # token [tokens] -> [tokens] float32"""
     score = tl.load(scores + token, mask=token < vocab, other=-float("inf")).to(tl.float32)
     score = tl.div_rn(score - top, temperature)
     return tl.where(score >= least, score, -float("inf"))
@@ -268,11 +270,11 @@ def _ranks_above(token: tl.tensor, score: tl.tensor, below: tl.tensor, below_sco
 
 @triton.jit
 def _mass(score: tl.tensor) -> tl.tensor:
-    """Of scores up to 0. # float32 -> int64"""
+    """Compute the integer mass of scores, which are at most 0. # float32 -> int64"""
     return (tl.exp(tl.minimum(score, 0.0)) * _UNIT).to(tl.int64)
 
 
 @triton.jit
 def _distance(score: tl.tensor) -> tl.tensor:
-    """Integers that rise as scores fall from 0. # float32 -> int32"""
+    """Return integers that rise as scores fall from 0. # float32 -> int32"""
     return tl.abs(score).to(tl.int32, bitcast=True)

@@ -12,7 +12,7 @@ from kernels import settle as reference
 from kernels.settle import Accepted, CommittedSlots
 from kernels.tree_attention import MAX_DEPTH, MAX_NODES, NULL_SLOT
 
-_SEQUENCES = 32  # smaller batches are compiled as this one
+_SEQUENCES = 32  # smaller batches use the kernel compiled for this size
 
 
 def accept(tokens: Tensor, parents: Tensor, num_nodes: Tensor, target_tokens: Tensor) -> Accepted:
@@ -106,7 +106,7 @@ def _commit(
     NODES: tl.constexpr,
     MOST: tl.constexpr,
 ) -> None:
-    """Write one sequence's path into the table, and its rejected slots behind the ones of earlier sequences."""
+    """Write one sequence's path into the table, and its rejected slots after those of earlier sequences."""
     of = tl.program_id(0).to(tl.int64)
     ahead, node, sequences = tl.arange(0, MOST), tl.arange(0, NODES), tl.arange(0, BATCH)
     step = tl.load(path + of * depth + ahead, mask=ahead < depth, other=-1)

@@ -1,20 +1,20 @@
 # ruff: noqa: N803 - sizes that a kernel is compiled for are written in capitals
 # mypy: allow-untyped-decorators
-"""Tree attention on a device: the sums of `kernels/tree_attention.py`, in an order that follows from positions.
+"""Tree attention of `kernels/tree_attention.py` on a device, summed in an order that depends on positions alone.
 
-A *tile* holds query heads of a few rows of one sequence, whatever they are: a root, tree nodes, a piece of a prompt.
+A *tile* holds query heads of a few rows of one sequence: a root, tree nodes, or a part of a prompt.
 
-- The prefix of a row, the keys before its boundary b(p) = max(0, p - MAX_DEPTH), is committed whatever the tree. It
-  is summed by tensor cores in chunks of 64 keys, and chunks in splits of 512 keys, both aligned at multiples of their
+- The prefix of a row at position p, the keys before its boundary b(p) = max(0, p - MAX_DEPTH), is committed in any
+  tree. Tensor cores sum it in chunks of 64 keys, and chunks in splits of 512 keys, both aligned at multiples of their
   size; the splits are added up in order.
 - The tail, the keys from b(p) on and the nodes of the row's path, is summed strictly in column order, one fused
-  multiply-add per key, so that the gaps between a path's nodes leave no trace.
+  multiply-add per key, so that the gaps between a path's nodes do not change the result.
 
-Sizes depend on the model alone, never on load: a row's sums are the same alone and in company. All is static for a
-CUDA graph: grids depend on shapes, loops end where device memory says.
+Sizes depend on the model alone, never on load: a row's sums are the same alone and in any batch. Launches are static,
+as CUDA graphs need: grids depend on shapes, and loop bounds are read from device memory.
 
-Legend: members = rows of a tile x query heads per key/value head, dim = head_dim, others as in the
-reference. Scores are in powers of two.
+Legend: members = rows of a tile x query heads per key/value head, dim = head_dim, others as in the reference. Scores
+are scaled by log2 e.
 """
 
 from dataclasses import dataclass, replace
@@ -28,9 +28,9 @@ from kernels.tree_attention import LOG2_E, MAX_DEPTH, AttentionRows
 
 _CHUNK = tl.constexpr(64)  # keys per product of the prefix: three stages of 128 dimensions fit into 100 KB
 _SPLIT = tl.constexpr(512)  # keys that one program sums: long contexts are spread over the device
-_COLUMNS = tl.constexpr(32)  # keys per product of the tail, whose sums do not depend on it
+_COLUMNS = tl.constexpr(32)  # keys per product of the tail; does not change its sums
 _MAX_DEPTH = tl.constexpr(MAX_DEPTH)
-_MASKED = tl.constexpr(-1e30)  # score of what is not seen; finite, so that padding has no NaN
+_MASKED = tl.constexpr(-1e30)  # score of an invisible key; finite, so that padding has no NaN
 
 _FEWEST = 16  # smallest side of a product in Triton
 _PARTIAL_BYTES = 64 << 20
@@ -39,7 +39,7 @@ _NO_WINDOW = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class TilePlan:
-    """The tiles of one forward's rows, for all layers."""
+    """The attention of one forward, planned as tiles of its rows, for all layers."""
 
     rows: AttentionRows
     slot_table: Tensor  # [table rows, max positions] int64
@@ -73,7 +73,7 @@ class TilePlan:
 
 @dataclass(frozen=True, slots=True)
 class _KernelSizes:
-    """Sizes that kernels are compiled for; all of them follow from the model and the longest text it may serve."""
+    """Sizes that kernels are compiled for; all follow from the model and its longest context."""
 
     heads: int
     group: int  # query heads per key/value head
@@ -86,7 +86,7 @@ class _KernelSizes:
 
     @property
     def members(self) -> int:
-        """Members of a tile, padding included."""
+        """Number of members of a tile, padding included."""
         return _members_of(self.group)
 
     @property
@@ -106,7 +106,7 @@ def plan_attention(
     query_heads: int,
     kv_heads: int,
 ) -> TilePlan:
-    """Same as the reference op, without a transfer from the device; rows may come in any order.
+    """Same as the reference op, without a transfer from the device; rows may be in any order.
     # slot_table [table rows, max positions]"""
     group = query_heads // kv_heads
     trees = {name: getattr(rows, name).contiguous() for name in ("node_slots", "node_depths", "ancestors")}
@@ -118,7 +118,7 @@ def _members_of(group: int) -> int:
 
 
 def _tile_rows(rows: AttentionRows, rows_per_tile: int) -> Tensor:
-    """Which rows stand in which tile: each sequence's one after the other, in tiles of its own. # -> [tiles, rows]"""
+    """Assign rows to tiles: each sequence has its own tiles, which its rows fill in order. # -> [tiles, rows]"""
     sequence, sequences = rows.sequence, rows.table_rows.shape[0]
     order = sequence.argsort(stable=True)
     owner = sequence[order]
@@ -156,7 +156,7 @@ def _prefix_kernel(
     MEMBERS: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
 ) -> None:
-    """One split of the prefix for one tile and one key/value head: its largest scores, weights and weighted values."""
+    """Sum one split of the prefix for one tile and one key/value head: largest scores, weights and weighted values."""
     tile, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     sequence, positions, _, table_rows, _, _, _, _ = rows
     row, _, boundary, first = _members(tile_rows, positions, window, tile, GROUP, MEMBERS)
@@ -212,7 +212,7 @@ def _tail_kernel(
     MEMBERS: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
 ) -> None:
-    """Adds up a tile's splits and its tail. Two sweeps over the tail: its largest scores, then its sums below them."""
+    """Add up a tile's splits and its tail, in two passes over the tail: largest scores, then sums relative to them."""
     tile, head = tl.program_id(0), tl.program_id(1)
     members = _members(tile_rows, rows[1], window, tile, GROUP, MEMBERS)
     row, _, boundary, first = members
@@ -246,7 +246,7 @@ def _tail_kernel(
 
 @triton.jit
 def _tail_of(rows: tl.tuple, table: tl.tensor, line_length: tl.tensor, nodes: tl.tensor, members: tl.tuple) -> tl.tuple:
-    """Start, parts and number of columns of a tile's tail; see `_tail_columns`."""
+    """Describe a tile's tail for `_tail_columns`, and return its number of columns."""
     sequence, _, node, table_rows, extend_end, node_slots, node_depths, ancestors = rows
     row, position, boundary, first = members
     of = tl.load(sequence + tl.max(row, 0))
@@ -269,7 +269,8 @@ def _members(
     GROUP: tl.constexpr,
     MEMBERS: tl.constexpr,
 ) -> tl.tuple:
-    """Row (-1 for padding), position, boundary and first position seen of a tile's members. # all [members]"""
+    """Return row (-1 for padding), position, boundary and first visible position of a tile's members.
+    # all [members]"""
     rows: tl.constexpr = MEMBERS // GROUP
     place = tl.arange(0, MEMBERS) // GROUP
     row = tl.load(tile_rows + tile * rows + place, mask=place < rows, other=-1)
@@ -289,7 +290,7 @@ def _add_splits(
     MEMBERS: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
 ) -> tl.tuple:
-    """Largest scores, weights and weighted values of the whole prefix: its splits in order, each by its own top."""
+    """Combine the splits of the prefix in order; returns its largest scores, weights and weighted values."""
     member, dim = tl.arange(0, MEMBERS), tl.arange(0, BLOCK_DIM)
     top = tl.full([MEMBERS], _MASKED, tl.float32)
     total = tl.zeros([MEMBERS], tl.float32)
@@ -311,8 +312,8 @@ def _add_splits(
 
 @triton.jit
 def _tail_columns(column: tl.tensor, tail: tl.tuple) -> tl.tuple:
-    """Slot, existence [columns] and visibility [members, columns] of the tail's next columns.
-    First come the `committed` keys from position `start` on, then, from column `padded` on, the nodes."""
+    """Return slot and existence [columns], and visibility [members, columns], of the tail's next columns. The first
+    columns are the `committed` keys from position `start` on; the nodes begin at column `padded`."""
     extend_slots, committed, start, padded, tree, root, own, members = tail
     (tree_slots, depths, above, nodes), (_, position, boundary, first) = tree, members
     place = column + tl.arange(0, _COLUMNS)
@@ -331,7 +332,8 @@ def _tail_columns(column: tl.tensor, tail: tl.tuple) -> tl.tuple:
 
 @triton.jit
 def _scores(queries: tl.tensor, keys: tl.tensor, seen: tl.tensor, scale: tl.tensor, cap: tl.tensor) -> tl.tensor:
-    """# queries [members, dim], keys [columns, dim] -> [members, columns]; `cap` bounds scores, 0 = it does not"""
+    """Compute scaled and masked scores; `cap` bounds them, 0 = off.
+    # queries [members, dim], keys [columns, dim] -> [members, columns]"""
     score = tl.dot(queries, tl.trans(keys), input_precision="ieee") * scale
     if cap > 0:
         score = cap * (2 * tl.sigmoid(2 * (score / cap)) - 1)
@@ -348,7 +350,7 @@ def _load_slots(
     DIM: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
 ) -> tl.tensor:
-    """Keys or values of some slots; zeros where nothing is held. # -> [columns, dim]"""
+    """Load keys or values of slots; zeros where `held` is false. # -> [columns, dim]"""
     dim = tl.arange(0, BLOCK_DIM)
     where = (slot * HEADS + head)[:, None] * DIM + dim[None, :]
     return tl.load(plane + where, mask=held[:, None] & (dim[None, :] < DIM), other=0.0)
@@ -365,7 +367,7 @@ def _load_queries(
     MEMBERS: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
 ) -> tl.tensor:
-    """# -> [members, dim]"""
+    """Load the queries of a tile's members. # -> [members, dim]"""
     dim = tl.arange(0, BLOCK_DIM)
     line = (row * HEADS + head) * GROUP + tl.arange(0, MEMBERS) % GROUP
     return tl.load(
@@ -385,7 +387,7 @@ def _store_rows(
     MEMBERS: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
 ) -> None:
-    """# result [members, dim]"""
+    """Store the results of a tile's members. # result [members, dim]"""
     dim = tl.arange(0, BLOCK_DIM)
     line = (row * HEADS + head) * GROUP + tl.arange(0, MEMBERS) % GROUP
     tl.store(out + line[:, None] * DIM + dim[None, :], result, mask=(row >= 0)[:, None] & (dim < DIM)[None, :])

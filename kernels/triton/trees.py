@@ -1,7 +1,7 @@
 # ruff: noqa: N803 - sizes that a kernel is compiled for are written in capitals
 # mypy: allow-untyped-decorators
-"""Ops of `kernels/trees.py` and `kernels/survival.py` in one launch each: a program has a tree, a lane a node, which
-goes up its path step by step. A path is some ten steps; the reference's jumps are two launches for each doubling."""
+"""Ops of `kernels/trees.py` and `kernels/survival.py` in one launch each. A program handles a tree, and each lane walks
+up the path of one node. A path has about ten steps; the reference takes two launches per pointer doubling."""
 
 from functools import partial
 
@@ -19,7 +19,7 @@ _FEWEST = 64
 
 
 def lanes(nodes: int) -> int:
-    """Number of lanes of a program that has a tree of so many nodes."""
+    """Number of lanes of a program for a tree of `nodes` nodes."""
     return int(triton.next_power_of_2(max(nodes, _FEWEST)))
 
 
@@ -55,7 +55,7 @@ def _judge(
     MOST: tl.constexpr,
     NODES: tl.constexpr,
 ) -> None:
-    """Mark nodes that were tried, and those that came true."""
+    """Mark the nodes that were tried, and the nodes that came true."""
     line, node = tl.program_id(0).to(tl.int64), tl.arange(0, NODES).to(tl.int64)
     exists, count = node < nodes, tl.load(counts + line)
     tokens, parents, depths = tokens + line * token_stride, parents + line * parent_stride, depths + line * depth_stride
@@ -177,7 +177,7 @@ def _corrected(
     active: tl.tensor,
     most: tl.tensor,
 ) -> tl.tuple:
-    """A node's claimed conditional, its bucket, the corrected conditional, and the node's parent."""
+    """Return each node's claimed conditional, its bucket, its corrected conditional, and its parent."""
     above = tl.load(parents + node, mask=active, other=-1)
     depth = tl.load(depths + node, mask=active, other=0)
     claimed = tl.where(depth <= most, tl.load(claims + node, mask=active, other=0.0), 0.0)

@@ -1,6 +1,7 @@
-"""Servers over HTTP: their processes, and a client that measures their answers.
+"""Server processes, and an HTTP client that measures their answers.
 
-While a server works, its client only notes when bytes came. It reads them afterwards, as both share the cores."""
+While a server works, its client only records bytes and their arrival times, and parses them afterwards, because both
+share the CPU cores."""
 
 import json
 import re
@@ -40,7 +41,7 @@ _OPEN = ("--host", "127.0.0.1", "--api-keys", "", "--open-metrics")
 
 @dataclass
 class Process:
-    """A running program and its log."""
+    """A running program, and the file that its output goes to."""
 
     name: str
     log: Path
@@ -54,7 +55,7 @@ class Process:
 
     @cached_property
     def ready(self) -> str:
-        """The text after `ready:` in the log, once it is there. Raises StartupError if the process ends before."""
+        """Text after `ready:` in the log; waits for it. Raises StartupError if the process ends before."""
         came_true(lambda: _READY.search(self.log.read_text()) or self.running.poll() is not None)
         if found := _READY.search(self.log.read_text()):
             return found[1]
@@ -63,16 +64,16 @@ class Process:
 
     @property
     def url(self) -> str:
-        """The server's address, once it is ready."""
+        """The server's address; waits until it is ready. Raises StartupError."""
         return self.ready.removesuffix("/v1")
 
     def kill(self) -> None:
-        """End the process at once."""
+        """Kill the process, and wait for its end."""
         self.running.kill()
         self.running.wait()
 
     def end(self) -> None:
-        """Send SIGTERM, and wait until the process has shut down in order."""
+        """Send SIGTERM, and wait until the process has shut down gracefully."""
         if self.running.poll() is None:
             self.running.send_signal(signal.SIGTERM)
             assert self.running.wait(PATIENCE_SECONDS) in (0, -signal.SIGTERM), self.log.read_text()[-4000:]
@@ -80,16 +81,14 @@ class Process:
 
 @dataclass(frozen=True)
 class Servers:
-    """Server processes of one configuration, on this machine only and without API keys.
-
-    `folder` is for their settings and logs.
-    """
+    """Starts server processes of one configuration, which listen on 127.0.0.1 without API keys. Their settings and logs
+    are in `folder`."""
 
     config: ServiceConfig
     folder: Path
 
     def begin(self, name: str, port: int = 0, **changes: Any) -> Process:
-        """Start a server with changed settings. Each name is used once."""
+        """Start a server with changed settings; `name` must be unique in the folder."""
         given = self.config.model_dump(mode="json", exclude_unset=True, exclude=_SECRETS)
         file = self.folder / f"{name}.yaml"
         file.write_text(yaml.safe_dump({**given, **changes}))
@@ -99,7 +98,7 @@ class Servers:
 
 @contextmanager
 def one_server(config: ServiceConfig, **changes: Any) -> Iterator[Process]:
-    """Start a server with changed settings; end it in order after the block, and kill it after an error."""
+    """Start a server with changed settings; shut it down after the block, or kill it after an error."""
     with TemporaryDirectory() as folder:
         server = Servers(config, Path(folder)).begin("server", **changes)
         try:
@@ -110,7 +109,7 @@ def one_server(config: ServiceConfig, **changes: Any) -> Iterator[Process]:
 
 
 def came_true(condition: Callable[[], object]) -> bool:
-    """Wait until a condition holds; return False after PATIENCE_SECONDS."""
+    """Wait until a condition holds; returns False if it does not within PATIENCE_SECONDS."""
     deadline = time.monotonic() + PATIENCE_SECONDS
     while not (is_true := bool(condition())) and time.monotonic() < deadline:
         time.sleep(_POLL_SECONDS)
@@ -118,11 +117,11 @@ def came_true(condition: Callable[[], object]) -> bool:
 
 
 UNKNOWN = -1
-"""Stands for each token of a server that sends no ids."""
+"""Stands for each token of a server that sends no token ids."""
 
 Json = Mapping[str, Any]
 Part = tuple[float, bytes]
-"""Seconds since a request was sent, and what came then."""
+"""Bytes of a response, and the seconds from sending the request to their arrival."""
 
 _TEXTS = ("text", "content", "reasoning_content", "reasoning")
 _SAMPLING = ("seed", "max_tokens", "temperature", "ignore_eos")
@@ -130,10 +129,10 @@ _MOST_BYTES = 1 << 16  # bytes read at once
 
 
 class HttpClient:
-    """Lets one server answer requests. Raises StartupError, naming the server, where it fails."""
+    """Sends requests to one server and measures its answers. Raises StartupError, naming the server, if that fails."""
 
     def __init__(self, name: str, url: str, *, stream: bool, api_key: str = "none", pid: int | None = None) -> None:
-        """`pid`: process of the server, if it runs on this machine."""
+        """`pid`: id of the server's process, if it runs on this machine."""
         self.spent = np.zeros(2)  # context switches and CPU seconds of the server while it answered
         self._name, self._pid, self._where = name, pid, urlsplit(url.rstrip("/").removesuffix("/v1"))
         self._headers = {"content-type": "application/json", "authorization": f"Bearer {api_key}"}
@@ -145,13 +144,13 @@ class HttpClient:
         return str(json.loads(b"".join(part for _, part in self._ask("GET", "/v1/models")))["data"][0]["id"])
 
     def __call__(self, requests: Sequence[GenerationRequest]) -> Run:
-        """Send all requests at once, their prompts as token ids."""
+        """Send all requests at once, with their prompts as token ids."""
         sampling = [{name: getattr(request.sampling, name) for name in _SAMPLING} for request in requests]
         bodies = [{"prompt": [*request.prompt], **how} for request, how in zip(requests, sampling, strict=True)]
         return self.send(bodies, len(bodies))
 
     def send(self, bodies: Sequence[Json], num_clients: int) -> Run:
-        """Send the bodies of completions, or of chat completions where they hold messages, so many at a time."""
+        """Send request bodies, `num_clients` at a time; those with messages are chat completions."""
         completed = [{"model": self._model, **self._fields, **body} for body in bodies]
         with ThreadPoolExecutor(num_clients) as clients:
             before, start = spent_by(self._pid), time.perf_counter()
@@ -180,15 +179,15 @@ class HttpClient:
 
 
 def answer_of(server: str, parts: Sequence[Part]) -> Answer:
-    """Read an answer, whole or in chunks; its gaps are those between chunks with text. Raises StartupError where it
-    ends in an error."""
+    """Parse an answer that arrived whole or in chunks; its gaps are between chunks with text. Raises StartupError if it
+    has no text or no token counts."""
     texts = [(seconds, line.removeprefix(b"data:").strip()) for seconds, line in _lines(parts)]
     chunks = [(seconds, json.loads(text)) for seconds, text in texts if text.startswith(b"{")]
     choices = [(seconds, choice) for seconds, chunk in chunks for choice in chunk.get("choices", ())]
     pieces = [(seconds, choice.get("token_ids") or []) for seconds, choice in choices if _has_text(choice)]
     total = next((chunk for _, chunk in chunks[::-1] if chunk.get("usage")), None)
     if total is None or not pieces:
-        raise StartupError(f"{server} sent no text, or not how many tokens it has; at last: {chunks[-1:]}")
+        raise StartupError(f"{server} sent no text or no token counts; last chunk: {chunks[-1:]}")
     count, times = total["usage"]["completion_tokens"], [seconds for seconds, _ in pieces]
     record = (total.get("metrics") or {}).get("speculative_decoding") or {}
     return Answer(
@@ -204,7 +203,8 @@ def answer_of(server: str, parts: Sequence[Part]) -> Answer:
 
 
 def _lines(parts: Sequence[Part]) -> Iterator[Part]:
-    """Yield each line, and when it was complete. Only line feeds end one: others may occur inside a string."""
+    """Yield each line with the time at which it was complete. Only line feeds end a line, since other separators may
+    occur inside a JSON string."""
     rest = b""
     for seconds, part in parts:
         *lines, rest = (rest + part).split(b"\n")
@@ -218,7 +218,7 @@ def _has_text(choice: Json) -> bool:
 
 
 def spent_by(pid: int | None) -> np.ndarray:
-    """Return context switches of a process's threads, which only Linux counts, and its CPU seconds."""
+    """Return the context switches of a process's threads (counted on Linux only), and its CPU seconds."""
     threads = "".join(file.read_text() for file in Path(f"/proc/{pid}/task").glob("*/status"))
     times = psutil.Process(pid).cpu_times()
     return np.array([sum(map(int, re.findall(r"ctxt_switches:\s*(\d+)", threads))), times.user + times.system])

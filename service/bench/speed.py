@@ -1,6 +1,6 @@
-"""`adaptree bench speed`: anatomy of the engine in-process, without HTTP; what a client gets: `adaptree bench serve`.
+"""`adaptree bench speed`: compares plain and speculative decoding of the same prompts, in turn, inside this process.
 
-It compares plain with speculative decoding of the same prompts, in turn.
+Without HTTP; `adaptree bench serve` measures what clients get.
 """
 
 from collections import Counter
@@ -39,7 +39,7 @@ from service.text.prompts import PromptSet
 
 
 def contestants_of(assembly: Assembly) -> dict[str, Contestant]:
-    """Return plain decoding and the configured speculation, on the same weights."""
+    """Build the contestants: plain decoding and the configured speculation, on the same weights."""
     engines = {PLAIN: plain_engine(assembly), SPECULATIVE: assembly.engine()}
     return {name: partial(generate, engine) for name, engine in engines.items()}
 
@@ -50,7 +50,8 @@ def measure_set(
     measure: Measure,
     advance: Callable[[int], None] = lambda prompts: None,
 ) -> Row:
-    """Let every contestant answer every prompt. Tokens per second include reading the prompts, except for `decode`."""
+    """Let both contestants answer every prompt of a set; returns a row of figures. Tokens per second include the time
+    of reading prompts, except for the `decode` figures."""
     runs = take_turns(prompts.prompts, contestants, measure, advance)
     plain, speculative = runs[PLAIN], runs[SPECULATIVE]
     speeds = {name: tokens_per_second(mine) for name, mine in runs.items()}
@@ -80,7 +81,7 @@ def measure_set(
 
 
 def summary_of(rows: Sequence[Row]) -> Row:
-    """Return means over all sets and by temperature, geometric ones for ratios of speeds."""
+    """Compute means over all sets, in all and by temperature; they are geometric for ratios of speeds."""
     temperatures = dict.fromkeys(row["temperature"] for row in rows)
     groups = [[row for row in rows if row["temperature"] == temperature] for temperature in temperatures]
     return {
@@ -116,7 +117,7 @@ def run_speed(
 def measured(
     sets: Sequence[PromptSet], contestants: Mapping[str, Contestant], measures: Sequence[Measure]
 ) -> list[Row]:
-    """Return one row for each set at each temperature."""
+    """Warm up, then measure each set at each temperature; returns one row of figures for each."""
     warm_up(contestants, sets[0].prompts[0], measures[0])
     rows = []
     with counted(len(measures) * sum(len(prompts.prompts) for prompts in sets)) as advance:
@@ -149,7 +150,7 @@ CAPTION = (
 
 
 def _table(rows: Sequence[Row], summary: Row) -> Table:
-    """Return the rows, and below them each temperature's means."""
+    """Build a table of the rows, with the means of each temperature below."""
     table = table_of(COLUMNS, rows, caption=CAPTION, section=lambda row: row["temperature"])
     for means in summary["by_temperature"]:
         quality = [f"{means['tau']:.2f}", f"{100 * means['draft_share']:.1f} %", str(means["mismatched_tokens"])]

@@ -1,8 +1,8 @@
-"""`adaptree drafter adapt`: trains a drafter on a log of texts, offline, and writes it in its own form if it wins.
+"""`adaptree drafter adapt`: trains a drafter offline on a log of texts, and writes it in its own format if it wins.
 
-It runs the stages of `adaptree train`: it reads the target's features of the texts, then trains from the drafter's
-weights. The gate of serving compares old and new on held-out texts. Until then everything lies in a folder beside the
-result, from which an interrupted run is resumed.
+It runs stages 2 and 3 of `adaptree train`: extracts the target's features of the texts, then trains from the drafter's
+weights. The same gate as in serving compares both drafters on held-out texts. Until then, all files are in a work
+folder next to the result, from which an interrupted run is resumed.
 """
 
 import shutil
@@ -46,8 +46,8 @@ _NEEDED = round(_GATE.gate_texts / _GATE.validation_share)
 
 
 class LoggedChat(ChatTemplateFields):
-    """A line of a log: a conversation that ends in the target's answer. `request` and `response` are bodies of
-    /v1/chat/completions."""
+    """A line of the log: a conversation that ends with the target's answer, given as messages, or as the bodies
+    `request` and `response` of /v1/chat/completions."""
 
     messages: list[ChatMessage] = Field(validation_alias=AliasChoices("messages", "prompt", "input"), min_length=1)
     answer: ChatMessage | None = Field(None, validation_alias=AliasPath("response", "choices", 0, "message"))
@@ -62,37 +62,37 @@ class LoggedChat(ChatTemplateFields):
     @model_validator(mode="after")
     def _has_an_answer(self) -> "LoggedChat":
         if len(self.turns) < 2 or self.turns[-1].role != "assistant":
-            raise ValueError("no answer: `messages` must end in one of the assistant, or give `response`")
+            raise ValueError("no answer: `messages` must end with the assistant's, or give `response`")
         return self
 
     @property
     def turns(self) -> list[ChatMessage]:
-        """All messages, the answer last."""
+        """All messages of the conversation; the answer is the last one."""
         text = None if self.text is None else ChatMessage(role="assistant", content=self.text)
         return [*self.messages, *(turn for turn in (self.answer, text) if turn is not None)]
 
     def tokens(self, tokenizer: ChatTokenizer, ends: Collection[int]) -> tuple[list[int], list[int]]:
-        """Tokens of prompt and answer, up to the first that ends it. Raises RequestError."""
+        """Tokenize prompt and answer; the answer is cut after the first token in `ends`. Raises RequestError."""
         body, tools = ChatTemplateFields(chat_template_kwargs=self.chat_template_kwargs), self.tools or ()
         prompt = render(self.turns[:-1], body, tokenizer, tools)
         whole = render(self.turns, body.model_copy(update={"add_generation_prompt": False}), tokenizer, tools)
         answer = whole[len(prompt) :]
-        if whole[: len(prompt)] != prompt:  # the template writes a last answer in another way than it asks for one
+        if whole[: len(prompt)] != prompt:  # the template renders an answer differently from its generation prompt
             answer = tokenizer.encode(text_of(self.turns[-1].content or ""))
         last = next((place for place, token in enumerate(answer, 1) if token in ends), len(answer))
         return prompt, answer[:last]
 
 
 def adapt(config: ServiceConfig, drafter: Path, texts: Path, out: Path, *, minutes: float, seed: int) -> bool:
-    """Train, and write the new drafter if it wins. An interrupted run is resumed and keeps its length. Raises
-    StartupError. # -> whether it was written"""
+    """Train a drafter on a log of texts, and write it to `out` if it passes the gate; returns whether it was written.
+    An interrupted run is resumed and keeps its length. Raises StartupError."""
     began, out, drafter = time.monotonic(), new_folder(out), local_folder(drafter)
     try:
         shape = _shape(config, drafter)
         chats = list(read_lines(texts, LoggedChat, "log"))
         ranks, device = processes(config), device_of(config.device)
         loaded = load_target(config, device, target_dtype(device))
-        old = _load(drafter, loaded)  # refused before anything is computed
+        old = _load(drafter, loaded)  # early, so that a bad drafter is refused before anything is computed
         work = _work_folder(drafter, texts, out, f"{loaded.fingerprint} {seed}")
         length, features, trained = kept_length(work / "drafter"), work / "features", work / "drafter"
         if length is None:
@@ -102,7 +102,7 @@ def adapt(config: ServiceConfig, drafter: Path, texts: Path, out: Path, *, minut
             make_features(config, [responses], features, deadline=deadline, loaded=loaded, taps=shape.tap_layers)
             length = Length(seconds=minutes * 60 - (time.monotonic() - began))
             if (length.seconds or 0) <= 0:
-                raise StartupError("reading the texts took all the time: run again, it is kept, or give more --minutes")
+                raise StartupError("reading texts took all the time: run again (it is kept), or give more --minutes")
         without = {"rank": published.form_of(drafter) is not None, "coupling": not shape.coupled}
         options = FitOptions(
             kind=shape.kind, ablate=",".join(name for name, is_so in without.items() if is_so), seed=seed
@@ -137,23 +137,21 @@ def _shape(config: ServiceConfig, drafter: Path) -> DrafterConfig:
     except DrafterError as error:
         raise StartupError(f"{error}; give a drafter of this target with --drafter, or its own with --model") from error
     if shape.kind in OF_TARGETS:
-        raise StartupError(
-            f"--drafter {drafter}: one of kind {shape.kind} lies in its target's own files; give another"
-        )
+        raise StartupError(f"--drafter {drafter}: one of kind {shape.kind} is part of its target's files; give another")
     return shape
 
 
 def _work_folder(drafter: Path, texts: Path, out: Path, others: str) -> Path:
-    """A folder beside the result, another one for other inputs."""
+    """Create the run's work folder next to the result; its name depends on the inputs."""
     digest = sha256(texts.read_bytes() + published.weights_bytes(drafter) + others.encode()).hexdigest()
     folder = out.with_name(f".{out.name}-{digest[:8]}")
     make_folder(folder)
-    say(f"works in {folder}: a run that is interrupted goes on from there")
+    say(f"working in {folder}: an interrupted run is resumed from there")
     return folder
 
 
 def _responses(chats: Sequence[tuple[str, LoggedChat]], loaded: LoadedModel, most: int) -> str:
-    """Return the texts of at most `most` tokens as lines of JSON. Raises StartupError."""
+    """Tokenize the texts, and return those of at most `most` tokens as JSON lines. Raises StartupError."""
     tokenizer, lines = ChatTokenizer(loaded.tokenizer), list[str]()
     for number, (where, chat) in enumerate(chats):
         try:
@@ -172,7 +170,7 @@ def _load(folder: Path, loaded: LoadedModel) -> SpecBlock:
 
 
 def _judge(old: SpecBlock, new: SpecBlock, apart: Sequence[Example], loaded: LoadedModel) -> GateDecision:
-    """Compare two drafters on texts held back."""
+    """Compare two drafters by the gate, on held-out texts."""
     replay = replay_of(embed_with(loaded.parts.embedding), beside_memory=False)
     before, after = ([replay(model, text) for text in apart] for model in (old, new))
     gate = Gate(min_texts=_GATE.gate_texts, alpha=_GATE.gate_alpha, judgements=1)
@@ -180,6 +178,6 @@ def _judge(old: SpecBlock, new: SpecBlock, apart: Sequence[Example], loaded: Loa
 
 
 def _add_to_card(card: Path, found: str, before: Path) -> None:
-    """Append the gate's result, and the card of the drafter before."""
+    """Append the gate's result and the old drafter's card to the new drafter's card."""
     old = f"\n# The drafter before\n\n{before.read_text()}" if before.is_file() else ""
     card.write_text(f"{card.read_text()}\n## Judged by the gate\n\n{found}\n{old}")

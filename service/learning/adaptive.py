@@ -53,8 +53,8 @@ _STORING_SECONDS = 60.0  # the training copy and its optimizers are large, and t
 
 @dataclass
 class Adaptive:
-    """A server that learns. `engine` belongs to the engine's thread, `learner` to the worker's; the methods may be
-    called from any thread."""
+    """A server that learns: its engine, its learner, and their control. `engine` belongs to the engine's thread and
+    `learner` to the worker's; the methods may be called from any thread."""
 
     engine: Engine
     learner: Learner
@@ -64,58 +64,60 @@ class Adaptive:
     network: ServingNetwork
 
     def start(self, wake: Callable[[], None] = lambda: None) -> None:
-        """Start learning. `wake` lets an idle engine take one step, so that new weights do not wait for a request."""
+        """Start learning. `wake` makes an idle engine run one step, so that new weights are served without waiting for
+        a request."""
         self.learner.weights.on_staged = wake
         try:
             self.learner.training.start()  # before serving, which its imports would slow down
         except OSError as error:
-            logger.error("the process that trains did not start; the first query tries again: %s", error)
+            logger.error("the training process did not start; the first query will try again: %s", error)
         self.worker.start()
         self.replicas.start()
 
     def stop(self) -> None:
-        """Stop learning; the state is saved."""
+        """Stop learning, and save its state."""
         stop_learning(self.worker, self.replicas)
         self.learner.training.close()
 
     def status(self) -> AdaptationStatus:
-        """The status of learning. Like all methods below, waits for an optimizer step under way. Raises CancelledError
-        after `stop`."""
+        """Return the status of learning. Like all methods below, this waits for the current optimizer step, and raises
+        CancelledError after `stop`."""
         status = self.worker.ask(lambda: self.learner.status(self.worker)).result()
         return replace(status, replicas=self.replicas.status())
 
     def pause(self) -> None:
-        """Abandon the update under way and start no other, here and in replicas that lead later. Raises
-        InvalidRequest."""
+        """Abandon the current update and start no other, here and in replicas that lead later. Raises InvalidRequest on
+        a follower."""
         self._check_leads()
         self.worker.ask(self.learner.pause).result()
 
     def resume(self) -> None:
-        """Learn again; a replica that was paused while it led may be resumed while it follows. Raises
-        InvalidRequest."""
+        """Resume learning; a replica that was paused as the leader may be resumed as a follower. Raises InvalidRequest
+        on another follower."""
         if not self.learner.paused:
             self._check_leads()
         self.worker.ask(self.learner.resume).result()
 
     def rollback(self) -> int:
-        """Serve the weights before the current ones, as a new version. # -> that version; raises InvalidRequest"""
+        """Serve the weights before the current ones as a new version; returns that version. Raises InvalidRequest on a
+        follower."""
         self._check_leads()
         return self.worker.ask(self.learner.rollback).result().version
 
     def load_from_disk(self, folder: Path) -> int:
-        """Serve the drafter in a folder as a new version, without asking the gate. Raises DrafterError, NotStored,
-        InvalidRequest."""
+        """Serve the drafter in a folder as a new version, bypassing the gate; returns that version. Raises
+        DrafterError, NotStored, and InvalidRequest on a follower."""
         self._check_leads()
         network = load_network(folder, self.loaded)
         if network.config != self.network.config:
-            raise DrafterError(f"drafter {folder}: its shapes or switches are not those of the drafter that serves")
+            raise DrafterError(f"drafter {folder}: its shapes or switches differ from those of the serving drafter")
         weights = weights_of(network)
         if not all_finite(weights.values()):
-            raise DrafterError(f"drafter {folder}: holds weights that are not finite")
+            raise DrafterError(f"drafter {folder}: has weights that are not finite")
         return self.worker.ask(lambda: self.learner.adopt(weights)).result()
 
     def _check_leads(self) -> None:
-        """Refuse on a follower: it would return to the leader's version at once."""
+        """Raise InvalidRequest on a follower, which would return to the leader's version at once."""
         replicas = self.replicas.status()
         if replicas.role == "following":
             raise InvalidRequest(
@@ -134,8 +136,8 @@ def build_adaptive(
     tuning: Tuning | None = None,
     policy: Bandit | None = None,
 ) -> Adaptive:
-    """Build an engine with a drafter of its own that learns, from the state in `folder` if there is one. `policy`:
-    learning policy in place of the configured one. Raises StartupError."""
+    """Build an engine whose drafter learns, and restore the learning state in `folder` if there is one. `emit` receives
+    learning events; `policy` replaces the configured learning policy. Raises StartupError."""
     config, limits, tuning = assembly.config.adaptation, limits or assembly.limits, tuning or Tuning()
     ledger, source, parts = RegretLedger(), _own_drafter(assembly), assembly.loaded.parts
     network, table = source.serving.network, parts.embedding
@@ -184,8 +186,9 @@ def build_adaptive(
 
 
 def build_trainer(config: ServiceConfig) -> tuple[Worker, Replicas]:
-    """Build a learning thread and its connection to the replicas it learns for. Of the target only embedding and head
-    are kept; the state lies beside a replica's with the same state_dir. Raises StartupError."""
+    """Build a learning thread and its connection to the replicas that it learns for. Of the target, only embedding and
+    head are kept. The state has its own folder, next to that of a replica with the same state_dir. Raises
+    StartupError."""
     loaded = load_target(config, device_of(config.device))
     _, source = choose_drafter(config, starts=loaded.initial_drafter is not None)
     with _refusing():
@@ -224,8 +227,8 @@ def build_trainer(config: ServiceConfig) -> tuple[Worker, Replicas]:
 
 
 def with_url(config: ServiceConfig, url: str | None) -> ServiceConfig:
-    """The configuration of the trainer: it learns even if the replicas of the same configuration do not. Raises
-    StartupError without a store."""
+    """Derive a trainer's configuration, in which learning is always on. `url` replaces the configured Redis URL. Raises
+    StartupError if there is none."""
     settings = config.adaptation
     chosen = settings.redis_url if url is None else SecretStr(url)
     if chosen is None:
@@ -236,7 +239,7 @@ def with_url(config: ServiceConfig, url: str | None) -> ServiceConfig:
 
 
 def train(config: ServiceConfig) -> None:
-    """Learn until SIGTERM or SIGINT. Raises StartupError."""
+    """Run a trainer for replicas until SIGTERM or SIGINT. Raises StartupError."""
     use_threads(1)
     worker, replicas = build_trainer(config)
     stopped = threading.Event()
@@ -255,7 +258,7 @@ def train(config: ServiceConfig) -> None:
 
 @contextmanager
 def _refusing() -> Iterator[None]:
-    """Turn a ValueError of the configuration into a StartupError."""
+    """Convert a ValueError inside the block to a StartupError."""
     try:
         yield
     except ValueError as error:
@@ -263,7 +266,7 @@ def _refusing() -> Iterator[None]:
 
 
 def stop_learning(worker: Worker, replicas: Replicas) -> None:
-    """End both threads; the learning thread saves its state."""
+    """Stop the threads of learning and of replicas; the learning thread saves its state."""
     if not replicas.stop():
         logger.warning("the store of the replicas did not answer in time; the lease ends by itself")
     if not worker.stop(_STORING_SECONDS):
@@ -281,7 +284,7 @@ class _EngineHooks:
     guard: Guard
 
     def stepped(self, stats: StepStats) -> bool:
-        """Record the time of a step. # -> whether nothing trained beside it"""
+        """Record the time of a step; returns whether no training ran at the same time."""
         kind = bool(stats.prompt_tokens), bool(stats.drafted_nodes), stats.verify_rows.bit_length()
         return self.time.stepped(kind, stats.seconds)
 
@@ -294,7 +297,7 @@ class _EngineHooks:
 
 
 def _own_drafter(assembly: Assembly) -> LoadedDrafter:
-    """Load a second copy of the drafter, whose weights learning replaces. Raises StartupError if it has none."""
+    """Load a second copy of the drafter, whose weights learning replaces. Raises StartupError if it has no weights."""
     found = load_drafter(assembly.drafter_folder, assembly.loaded, blocks=assembly.config.draft_blocks)
     if found is None:
         raise StartupError(
@@ -307,18 +310,18 @@ def _own_drafter(assembly: Assembly) -> LoadedDrafter:
 def _write_origin(
     folder: Path, config: ServiceConfig, loaded: LoadedModel, drafter: DrafterConfig, deployed: Path | None
 ) -> None:
-    """Write drafter provenance next to the snapshots, which an export needs; a failure is logged."""
+    """Write the drafter's provenance, which an export needs, next to the snapshots. A failure is logged."""
     try:
         sha256 = None if deployed is None else hashlib.sha256(published.weights_bytes(deployed)).hexdigest()
         model = source_of(config)
         Origin(loaded.parts.identity, drafter, model, sha256).write(folder)
     except OSError as error:
-        logger.warning("what is learnt cannot be exported: %s", error)
+        logger.warning("learnt drafters cannot be exported, because their provenance was not written: %s", error)
 
 
 def learning_folder(state_dir: Path, loaded: LoadedModel, drafter: Path | None) -> Path:
-    """Folder of the learning state: one per target and deployed drafter, or per shape of a drafter that is solved from
-    traffic."""
+    """Return the folder of the learning state. There is one for each target and deployed drafter; without a deployed
+    drafter, one for each target and shape of the drafter that is solved from traffic."""
     digest = hashlib.sha256()
     if drafter is None:
         assert loaded.initial_drafter is not None, "nothing learns"
@@ -330,7 +333,7 @@ def learning_folder(state_dir: Path, loaded: LoadedModel, drafter: Path | None) 
 
 
 def log_event(event: Event) -> None:
-    """Log an event as one line."""
+    """Log a learning event as one line."""
     level = logging.WARNING if event.kind in _WARNINGS else logging.INFO
     numbers = ", ".join(f"{name} {value:.4g}" for name, value in event.numbers.items())
     reason = " ".join(event.reason.split())  # messages of exceptions may have several lines

@@ -1,4 +1,5 @@
-"""The cards of drafters, README.md in their folders, and the facts of a training run that the config holds."""
+"""Writes the model cards of drafters (README.md in their folders), and collects the facts of a training run that their
+config.json holds."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -24,7 +25,7 @@ def facts_of(
     device: torch.device,
     num_processes: int,
 ) -> dict[str, Any]:
-    """Provenance and scores of the weights as JSON values. `data`: the features' manifest."""
+    """Collect the provenance and scores of trained weights as JSON values. `data`: the features' manifest."""
     return {
         "target": data["target"],
         "data": data,
@@ -47,7 +48,8 @@ def facts_of(
 
 
 def write_card(folder: Path, facts: Mapping[str, Any]) -> None:
-    """Write the model card: the main facts, and the sources of the prompts, from which their licences follow."""
+    """Write the model card of a trained drafter: the main facts, and the sources of the prompts, which determine their
+    licences."""
     data, training = facts["data"], facts["training"]
     weights_bytes = (folder / checkpoint.WEIGHTS_FILE).stat().st_size
     shape = f"{training['num_layers']} layers, blocks of {training['block_size']}"
@@ -90,7 +92,7 @@ def _table(name: str, values: Mapping[str, object], title: str) -> str:
 
 
 def exported_card(config: DrafterConfig, target: str, facts: Mapping[str, object]) -> str:
-    """The model card of an exported drafter."""
+    """Render the model card of an exported drafter."""
     return f"""---
 base_model: {target}
 tags: [speculative-decoding, {config.kind}]

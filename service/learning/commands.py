@@ -1,7 +1,7 @@
-"""The commands `adaptree train ...`, all stages in one or one by one, and `adaptree drafter ...`, which inspect, export
-and adapt drafters.
+"""The commands `adaptree train ...`, which run the stages of training together or one by one, and `adaptree drafter
+...`, which inspect, export and adapt drafters.
 
-Imports nothing heavy before a command runs, so that help answers at once.
+Heavy modules are imported only when a command runs, so that --help is fast.
 """
 
 import inspect
@@ -19,16 +19,16 @@ from service.errors import StartupError
 from service.learning.options import FitOptions
 
 WithSettings = Callable[[Callable[..., None]], Callable[..., None]]
-"""Adds one option per setting to a command, whose first argument then is the configuration."""
+"""Adds one option per setting to a command whose first argument is the configuration."""
 
 _ANSWER_SHARE = 0.4
-"""Largest share of the time of a run of all stages that answering takes."""
+"""Largest share of the time of `train drafter` that answering prompts may take."""
 
 _LONG = ("tensors", "target")
-"""Tables of a drafter's description that only --json prints."""
+"""Keys of a drafter's description that are printed only with --json, because their values are long."""
 
 KEPT_EXIT_CODE = 3
-"""Exit code of `drafter adapt` where the new drafter has not won."""
+"""Exit code of `drafter adapt` if the new drafter does not win."""
 
 _Target = Annotated[
     str,
@@ -47,7 +47,7 @@ _Folder = Annotated[Path, typer.Option("--out", metavar="DIR", help="Folder for 
 
 
 def with_fit_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Add one option per field of `FitOptions` to a command, which gets them as its first argument."""
+    """Add one option per field of `FitOptions` to a command whose first argument is a `FitOptions`."""
     _, *own = inspect.signature(command, eval_str=True).parameters.values()
     added = inspect.signature(FitOptions, eval_str=True).parameters.values()
 
@@ -62,7 +62,7 @@ def with_fit_options(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def train_app() -> typer.Typer:
-    """The commands `adaptree train ...`."""
+    """Build the command group `adaptree train`."""
     app = typer.Typer(help="Train a drafter for a target.", no_args_is_help=True)
     app.command("drafter")(with_fit_options(_drafter))
     app.command("regenerate")(_regenerate)
@@ -72,7 +72,7 @@ def train_app() -> typer.Typer:
 
 
 def drafter_app(with_settings: WithSettings) -> typer.Typer:
-    """The commands, each with every setting as an option."""
+    """Build the command group `adaptree drafter`."""
     app = typer.Typer(
         help="Inspect, export and adapt drafters.",
         no_args_is_help=True,
@@ -243,7 +243,7 @@ def _inspect(
 
 
 def _lines(values: Mapping[str, Any], name: str = "") -> Iterator[str]:
-    """Nested values as one line each, under dotted names."""
+    """Yield one line for each nested value, under its dotted name."""
     for key, value in values.items():
         if isinstance(value, Mapping) and key not in _LONG:
             yield from _lines(value, f"{name}{key}.")
@@ -308,8 +308,8 @@ def _adapt(
 
 
 def _config(target: str, device: str, threads: int | None, concurrency: int | None = None) -> ServiceConfig:
-    """Settings as for serving, but without a drafter: concurrent requests use the machine, and no costs are
-    measured."""
+    """Load the settings for generating with the target alone: without a drafter and with a fixed budget, so that no
+    costs are measured. Configures logging. Raises StartupError."""
     from service.logging import configure_logging
 
     given = {"model": target, "device": device, "threads": threads, "max_sequences": concurrency}

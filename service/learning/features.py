@@ -1,9 +1,9 @@
-"""Stage 2: extracts the target's features and next-token distributions over its own answers.
+"""Stage 2 of training: extracts the target's features and next-token distributions over its own answers.
 
-Shards on disk hold tapped layer outputs in bf16 and the 64 likeliest tokens of every response position. A shard that
-holds the same texts is kept. The manifest names target and files.
+Shards on disk hold tapped layer outputs in bf16, and the 64 likeliest tokens of every response position. An existing
+shard of the same texts is kept. The manifest names the target and the response files.
 
-Legend: batch, heads, length = tokens of the longest sequence, dim.
+Legend: batch, heads, length = tokens of the longest sequence, dim = head_dim.
 """
 
 import hashlib
@@ -41,7 +41,7 @@ from service.text.prompts import source_of
 MANIFEST_FILE = "features.json"
 
 FEATURE_SHARE = 0.3
-"""Largest share of the time of a run of all stages that reading features takes."""
+"""Largest share of the time of a whole training run that extracting features may take."""
 
 SHARD_SEQUENCES = 64
 _LABEL_BYTES = TOP * 6
@@ -52,7 +52,7 @@ _CUDA_BATCH_TOKENS = 16384
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """Description of a features folder, written after its last shard."""
+    """Description of a features folder: its target, and the texts it holds. Written after the last shard."""
 
     target: str  # name as given on the command line
     target_identity: str
@@ -66,12 +66,12 @@ class Manifest:
     shards: int
 
     def write(self, folder: Path) -> None:
-        """Write the manifest's file."""
+        """Write the manifest to a features folder."""
         (folder / MANIFEST_FILE).write_text(json.dumps(asdict(self), indent=2, sort_keys=True) + "\n")
 
     @staticmethod
     def read(folder: Path) -> "Manifest":
-        """Read the manifest of a folder. Raises StartupError."""
+        """Read the manifest of a features folder. Raises StartupError."""
         file = folder / MANIFEST_FILE
         try:
             values = json.loads(file.read_text())
@@ -82,7 +82,7 @@ class Manifest:
             ) from error
 
     def shard_paths(self, folder: Path) -> list[Path]:
-        """Paths of all shards. Raises StartupError when one is missing."""
+        """List the paths of all shards. Raises StartupError if one is missing."""
         paths = sorted(folder.glob("shard*.safetensors"))[: self.shards]
         if len(paths) < self.shards:
             raise StartupError(
@@ -92,7 +92,7 @@ class Manifest:
 
 
 def sha256_of(file: Path) -> str:
-    """SHA-256 of a file, in hex."""
+    """Compute the SHA-256 of a file, in hexadecimal."""
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
@@ -114,7 +114,7 @@ def dense_attention(
     attended: list[int],
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Causal attention over whole sequences, called by transformers as the model's attention function.
+    """Compute causal attention over whole sequences; registered in transformers as an attention function.
 
     query [batch, heads, length, dim], key and value [batch, kv_heads, length, dim] -> [batch, length, heads, dim].
     `attended` collects the indices of the layers that have run; `options` are transformers' own: scaling,
@@ -137,7 +137,8 @@ def dense_attention(
 
 
 def _masked(query: Tensor, key: Tensor, value: Tensor, window: int, softcap: float | None) -> Tensor:
-    """softmax(cap(q k)) v over the last `window` positions. # query and result [batch, heads, length, dim]"""
+    """Compute softmax(cap(q k)) v over the last `window` positions.
+    # query [batch, heads, length, dim], key, value [batch, kv_heads, length, dim] -> like query"""
     row = torch.arange(query.shape[2], device=query.device)
     distance = row[:, None] - row
     seen = (distance >= 0) & (distance < window)  # [length, length]
@@ -154,7 +155,7 @@ AttentionInterface.register(ATTENTION_NAME, dense_attention)
 
 
 class FeatureReader:
-    """Runs a target over whole sequences and collects its features and distributions."""
+    """Runs a target over whole sequences, and collects its features and next-token distributions."""
 
     def __init__(self, model: PreTrainedModel, tap_layers: Sequence[int], *, batch_tokens: int) -> None:
         model.set_attn_implementation(ATTENTION_NAME)
@@ -169,13 +170,13 @@ class FeatureReader:
 
     @torch.inference_mode()
     def read(self, responses: Sequence[Response]) -> Shard:
-        """Features and distributions of these responses, in their order. Raises StartupError for tokens the target does
-        not have."""
+        """Extract the features and distributions of responses, in their order. Raises StartupError for tokens that the
+        target does not have."""
         for response in responses:
             largest = max(*response.prompt, *response.response)
             if largest >= self.vocab_size:
                 raise StartupError(
-                    f"response {response.id}: token {largest}, but this target has {self.vocab_size}; "
+                    f"response {response.id}: token {largest}, but this target has {self.vocab_size} tokens; "
                     "it was written by another target: answer the prompts with this one"
                 )
         texts = [_Text(response.prompt + response.response, len(response.prompt)) for response in responses]
@@ -194,7 +195,8 @@ class FeatureReader:
         )
 
     def _run(self, texts: Sequence["_Text"]) -> Iterator["_Read"]:
-        """Run texts side by side, padded to the longest. Raises StartupError."""
+        """Run texts as one batch, padded to the longest. Raises StartupError if the model's attention is not
+        supported."""
         ids = pad_sequence([torch.tensor(text.tokens) for text in texts], batch_first=True)
         first = min(text.prompt for text in texts) - 1  # the position that predicts the first response token
         attended: list[int] = []
@@ -219,7 +221,7 @@ class _Text(NamedTuple):
 
 
 class _Read(NamedTuple):
-    """Features and the target's likeliest tokens of one text."""
+    """Features of one text, and the target's likeliest tokens at its response positions."""
 
     features: Tensor  # [length, taps * hidden] bfloat16
     top_ids: Tensor  # [labels, TOP] int32
@@ -234,7 +236,7 @@ class _Read(NamedTuple):
 
 
 def write_shards(reader: FeatureReader, responses: Sequence[Response], folder: Path) -> Iterator[Sequence[Response]]:
-    """Write the missing shards; yields the responses of each shard, existing ones included. Raises StartupError."""
+    """Write the missing shards; yields the responses of each shard, including existing shards. Raises StartupError."""
     make_folder(folder)
     chunks = [responses[start : start + SHARD_SEQUENCES] for start in range(0, len(responses), SHARD_SEQUENCES)]
     paths = [folder / f"shard{number:05d}.safetensors" for number in range(len(chunks))]
@@ -258,13 +260,14 @@ def write_shards(reader: FeatureReader, responses: Sequence[Response], folder: P
                 shard.save(path)
             except (OSError, SafetensorError) as error:
                 raise StartupError(
-                    f"{path} cannot be written ({error}); free some space and start again: it goes on"
+                    f"{path} cannot be written ({error}); free some space and start again: the run is resumed"
                 ) from None
         yield chunk
 
 
 def _holds(path: Path, responses: Sequence[Response]) -> bool:
-    """Whether the shard holds all of these texts; it may hold only the first ones. Raises StartupError for others."""
+    """Whether a shard holds all of these texts; False if it is missing or holds only the first ones. Raises
+    StartupError if it holds other texts."""
     if not path.exists():
         return False
     try:
@@ -295,8 +298,8 @@ def make_features(
     loaded: LoadedModel | None = None,
     taps: Sequence[int] = (),
 ) -> None:
-    """Run stage 2. After the deadline (time.monotonic()) no further shard is begun. `loaded`: the target, if it is
-    loaded already; `taps`: layers to tap; empty: the layers that a new drafter taps. Raises StartupError."""
+    """Run stage 2. After the deadline (time.monotonic()), no further shard is begun. `loaded`: the target, if it is
+    loaded already; `taps`: layers to tap, by default those that a new drafter taps. Raises StartupError."""
     wanted = read_responses(responses)
     device = device_of(config.device)
     loaded = loaded or load_target(config, device)
@@ -333,7 +336,7 @@ def make_features(
 
 
 def processes(config: ServiceConfig) -> Ranks:
-    """Join the processes of this run, each on its device."""
+    """Set threads and device of this process, and join it with the other processes of the run (under torchrun)."""
     use_threads(config.num_threads)
     torch.set_num_threads(config.num_threads)  # training computes in torch
     device = local_device(device_of(config.device))

@@ -1,4 +1,4 @@
-"""Stage 3: trains a drafter on features, evaluates it on held-out texts, and saves a state to resume from."""
+"""Stage 3 of training: trains a drafter on features, evaluates it on held-out texts, and saves it to be resumed."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -54,20 +54,20 @@ _MAX_LENGTH = 512
 
 @dataclass(frozen=True, slots=True)
 class FitPlan:
-    """Inputs, output, length and options of a run."""
+    """Plan of a training run: inputs, output folder, length and options."""
 
     features: Path
     out: Path
     length: Length
     options: FitOptions
     autocast: bool
-    adapts: Path | None = None  # folder of a drafter, in any form, that is trained further in its own shape
-    held_out_share: float = 0.02  # share of the prompts
+    adapts: Path | None = None  # folder of a drafter, in any format, to train further in its own shape
+    held_out_share: float = 0.02  # share of the prompts whose texts are held out
 
     @property
     def settings(self) -> FitSettings:
-        """The options of the training loop; the rank head trains from the end of the warm-up on, or not at all if
-        options leave it out."""
+        """Settings of the training loop. The rank head trains from the end of the warm-up on, or not at all if it is
+        ablated."""
         options = self.options
         return FitSettings(
             learning_rate=options.learning_rate,
@@ -80,18 +80,19 @@ class FitPlan:
 
     @property
     def shape(self) -> dict[str, Any]:
-        """The kind's shape with the options applied, as fields of `config.json`."""
+        """Shape of the drafter kind with the options applied, as fields of `config.json`."""
         given = {} if self.options.layers is None else {"num_layers": self.options.layers}
         left_out: dict[str, Any] = {name: False for name in ("shift", "broadcast") if name in self.options.without}
         return {**trained_kind(self.options.kind).shape, **given, **left_out}
 
     def examples(self) -> tuple[list[Example], list[Example]]:
-        """Texts to train on, and those held out. Raises StartupError."""
+        """Load the texts to train on and the held-out ones. Raises StartupError."""
         paths = Manifest.read(self.features).shard_paths(self.features)
         return held_out(load_examples(paths, max_length=_MAX_LENGTH), share=self.held_out_share, most=_HELD_OUT_PROMPTS)
 
     def describe(self, manifest: Manifest) -> dict[str, Any]:
-        """All settings that the weights depend on, except texts and length of the run, as plain values."""
+        """List all settings that the weights depend on, except texts and length of the run, as plain values. A run is
+        resumed only with equal ones."""
         options, settings = self.options, self.settings
         start_from = options.start_from
         return {
@@ -114,7 +115,7 @@ class FitPlan:
 
 @dataclass(frozen=True, slots=True)
 class _Start:
-    """A drafter before the first step of a run, new or resumed."""
+    """State of a run before its first step, new or resumed."""
 
     model: SpecBlock
     embed: Embed
@@ -125,13 +126,13 @@ class _Start:
 
 
 def kept_length(out: Path) -> Length | None:
-    """Length of the run in a folder; None: there is no run. Raises StartupError."""
+    """Read the length of the run in a folder; None if there is no run. Raises StartupError."""
     kept = _kept_notes(out).get("length")
     return None if kept is None else Length(**kept)
 
 
 def _kept_notes(out: Path) -> Mapping[str, Any]:
-    """Notes in the state of the run in a folder; empty without one. Raises StartupError."""
+    """Read the notes in the state of the run in a folder; empty if there is no run. Raises StartupError."""
     try:
         return SavedRun.read(out / STATE_FILE).notes if (out / STATE_FILE).exists() else {}
     except TrainingError as error:
@@ -139,13 +140,14 @@ def _kept_notes(out: Path) -> Mapping[str, Any]:
 
 
 def autocasts(out: Path, device: torch.device) -> bool:
-    """Whether products are in bf16; a resumed run keeps its type. Raises StartupError."""
+    """Whether matrix products run in bf16; a resumed run keeps its choice. Raises StartupError."""
     kept = _kept_notes(out).get("autocast")
     return bf16_is_faster(device) if kept is None else bool(kept)
 
 
 def target_dtype(device: torch.device) -> torch.dtype:
-    """The type of the target's weights in training: packed bf16 layers of a CPU could not be copied."""
+    """Type of the target's weights in training; float32 on a CPU, where bf16 layers are packed and could not be
+    copied."""
     return torch.bfloat16 if device.type == "cuda" else torch.float32
 
 
@@ -210,7 +212,7 @@ def fit(loaded: LoadedModel, plan: FitPlan, ranks: Ranks) -> None:
 def _watched(
     trainer: FitLoop, examples: list[Example], start: _Start, plan: FitPlan, score: Callable[[], HeldOutScores]
 ) -> list[CurvePoint]:
-    """Run the training loop with a progress bar, evaluations, a curve and saved states."""
+    """Run the training loop with a progress bar, evaluating and saving regularly; returns the curve's points."""
     curve = Curve(plan.out, up_to_step=start.position.step)
     reports: list[FitReport] = []
 
@@ -241,7 +243,7 @@ def _watched(
     if reports:
         evaluate()
     elif trainer.position.step:
-        save()  # the end of the run
+        save()  # records that the run has ended
     return curve.points
 
 
@@ -276,7 +278,7 @@ def _begin(loaded: LoadedModel, plan: FitPlan, manifest: Manifest, examples: lis
     embed = embed_with(loaded.parts.embedding)
     if saved is not None:
         position = saved.take_up(model, optimizer)
-        say(f"{saved.path}: going on from step {position.step}")
+        say(f"{saved.path}: resuming at step {position.step}")
         return _Start(model, embed, optimizer, position, described, saved.notes)
     if adapted is not None:
         return _Start(model, embed, optimizer, Position(), described, {})
@@ -291,7 +293,7 @@ def _begin(loaded: LoadedModel, plan: FitPlan, manifest: Manifest, examples: lis
 
 
 def _adapted(folder: Path, loaded: LoadedModel) -> SpecBlock:
-    """Load a folder's drafter to be trained; its head is trained unless it is the target's."""
+    """Load a drafter for further training; its head is trained unless it is the target's."""
     model = published.load(folder, loaded.parts, dtype=torch.float32, device=loaded.model.device).requires_grad_(True)
     model.lm_head.requires_grad_(checkpoint.HEAD in published.names_in_file(folder, loaded.parts))
     return model
@@ -305,13 +307,13 @@ def _begun(folder: Path, loaded: LoadedModel) -> SpecBlock:
 
 
 def _take_over(model: SpecBlock, begun: SpecBlock) -> None:
-    """Copy another drafter's weights, which may be of another kind: of longer blocks the first positions, and only
-    tensors that the new drafter has."""
+    """Copy another drafter's weights, which may be of another kind: only tensors that the new drafter has, and only the
+    first positions if the other drafter's blocks are longer. Raises StartupError if they do not fit."""
     own, others = checkpoint.weights_of(model), checkpoint.weights_of(begun)
     known = {name: others[name][: len(value)] for name, value in own.items() if name in others}
     fits = {name: value.shape for name, value in known.items()} == {name: value.shape for name, value in own.items()}
     if not fits or model.config.num_layers != begun.config.num_layers:
-        raise StartupError("--start-from: that drafter has other layers or sizes than the one to be trained")
+        raise StartupError("--start-from: layers or sizes of that drafter differ from those of the one to be trained")
     checkpoint.write_weights(model, known)
 
 

@@ -1,5 +1,5 @@
-"""What a server has learnt: the versions in its learning folders, and one of them as a drafter folder. Loads no
-model."""
+"""Reads what servers have learnt: describes the versions in learning folders, and exports one of them as a drafter
+folder. Loads no model."""
 
 import json
 from dataclasses import dataclass
@@ -35,16 +35,16 @@ DRAFTER_FILE = "drafter.json"
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """The drafter that learns in a folder. With it the snapshots can be read without the target and the deployed
-    drafter."""
+    """Provenance of the drafter that learns in a folder; with it, snapshots can be read without the target and the
+    deployed drafter."""
 
     target_identity: str  # hash of the target, as in drafter folders
     config: DrafterConfig
-    model: str | None = None  # the target as `source_of` names it; None: not known
-    origin_sha256: str | None = None  # hash of the deployed drafter's weights; None: there was none
+    model: str | None = None  # the target as `source_of` names it; None if not known
+    origin_sha256: str | None = None  # hash of the deployed drafter's weights; None if there was none
 
     def write(self, folder: Path) -> None:
-        """Write the file in a learning folder. Raises OSError, and then the file is unchanged."""
+        """Write the provenance to a learning folder. Raises OSError and leaves the file unchanged if that fails."""
         content: dict[str, Any] = {
             "target_identity": self.target_identity,
             "drafter": self.config.described,
@@ -55,7 +55,7 @@ class Origin:
 
     @staticmethod
     def read(folder: Path) -> "Origin | None":
-        """Read the file of a learning folder; None: there is none. Raises Damaged."""
+        """Read the provenance in a learning folder; returns None if there is none. Raises Damaged."""
         try:
             content: dict[str, Any] = json.loads((folder / DRAFTER_FILE).read_text())
             config = config_from(content["drafter"])
@@ -63,31 +63,31 @@ class Origin:
         except FileNotFoundError:
             return None
         except (OSError, KeyError, TypeError, ValueError) as error:
-            raise Damaged(f"{DRAFTER_FILE} does not describe a drafter: {error}") from error
+            raise Damaged(f"{DRAFTER_FILE} is incomplete or invalid: {error}") from error
 
 
 @dataclass(frozen=True, slots=True)
 class Learnt:
-    """Contents of one learning folder, which may be a running server's."""
+    """Contents of one learning folder, which may belong to a running server."""
 
     folder: Path
-    origin: Origin | None  # None: not known
+    origin: Origin | None  # None if not known
     saved: SavedLearner
-    versions: tuple[dict[str, Any], ...]  # kept ones, ascending, each as JSON values; a damaged one has a complaint
-    complaint: str | None  # why there is no origin
+    versions: tuple[dict[str, Any], ...]  # kept versions, ascending, as JSON values; damaged ones have a complaint
+    complaint: str | None  # reason why `origin` cannot be read
 
     @property
     def served(self) -> int:
-        """The version that first had the served weights; 0: the deployed ones."""
+        """The version that first had the served weights; 0 if these are the deployed drafter's."""
         return self.saved.origin
 
     @property
     def intact(self) -> list[int]:
-        """Versions that can be read."""
+        """Numbers of the versions that can be read."""
         return [one["version"] for one in self.versions if one["complaint"] is None]
 
     def as_json(self) -> dict[str, Any]:
-        """The contents as JSON values."""
+        """Convert the contents to JSON values, as `adaptree drafter inspect --json` prints them."""
         origin = self.origin
         return {
             "folder": str(self.folder),
@@ -103,10 +103,10 @@ class Learnt:
 
 
 def described(folder: Path) -> dict[str, Any]:
-    """Check a drafter folder as far as possible without the target, and return its contents as JSON values. Raises
-    StartupError for a folder that no server can use."""
+    """Check a drafter folder as far as possible without the target, and describe it as JSON values. Raises StartupError
+    for a folder that no server can use."""
     if published.form_of(folder) is not None:
-        raise StartupError(f"drafter {folder}: in its authors' form it is read where it lies: set drafter_path to it")
+        raise StartupError(f"drafter {folder} is in its authors' format: serve it directly, set drafter_path to it")
     try:
         found = checkpoint.describe(folder)
         weights = checkpoint.read_weights(folder, found.config)
@@ -115,10 +115,10 @@ def described(folder: Path) -> dict[str, Any]:
         raise StartupError(f"{error}; name a folder that `adaptree drafter export` or `train` has written") from error
     if found.weights_sha256 not in (None, sha256):
         raise StartupError(
-            f"drafter {folder}: {WEIGHTS_FILE} is not the file that {CONFIG_FILE} was written with: copy both again"
+            f"drafter {folder}: {WEIGHTS_FILE} does not match the hash in {CONFIG_FILE}: copy both again"
         )
     if not all_finite(weights.values()):
-        raise StartupError(f"drafter {folder}: holds weights that are not finite: export or train it again")
+        raise StartupError(f"drafter {folder}: has weights that are not finite: export or train it again")
     shapes = checkpoint.shapes_of(found.config)
     return {
         "folder": str(folder),
@@ -136,7 +136,7 @@ def described(folder: Path) -> dict[str, Any]:
 
 
 def learnt(config: ServiceConfig) -> list[Learnt]:
-    """Read all learning folders of the configured model, and those that do not name a model."""
+    """Read the learning folders of the configured model, and those whose model is not known."""
     parent, source = config.state_dir / "adaptation", source_of(config)
     folders = sorted(path for path in parent.iterdir() if path.is_dir()) if parent.is_dir() else []
     found = [look_at(folder) for folder in folders]
@@ -144,7 +144,7 @@ def learnt(config: ServiceConfig) -> list[Learnt]:
 
 
 def look_at(folder: Path) -> Learnt:
-    """Read a learning folder; nothing in it is changed."""
+    """Read a learning folder without changing it."""
     origin, complaint, saved = None, None, LearnerCheckpoint(folder).load()
     try:
         origin = Origin.read(folder)
@@ -175,16 +175,16 @@ def _described_version(snapshots: Path, version: int, saved: SavedLearner) -> di
 
 
 def new_folder(out: Path) -> Path:
-    """The absolute path of a folder to be written. Raises StartupError if something is there."""
+    """Return the absolute path of a folder to write. Raises StartupError if it exists and is not an empty folder."""
     out = out.expanduser().resolve()
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise StartupError(f"{out} is there already, and not empty: name another folder with --out")
+        raise StartupError(f"{out} exists and is not an empty folder: name another one with --out")
     return out
 
 
 def export(config: ServiceConfig, out: Path, *, version: int | None, source: Path | None) -> int:
-    """Write the version that serves, or another one, as a drafter folder, by one rename. `source`: path or name of the
-    learning folder; None: the only one with a version. # -> the version; raises StartupError"""
+    """Export a version as a drafter folder, atomically; returns its number. `version`: None exports the served one;
+    `source`: path or name of the learning folder, or None for the only one that has versions. Raises StartupError."""
     out, chosen = new_folder(out), _chosen(config, source)
     version, origin = _version_of(chosen, version), _origin_of(chosen)
     snapshot, target = _read(chosen, version, origin), _shown_name(origin)
@@ -233,11 +233,11 @@ def _summary(one: Learnt) -> str:
 
 
 def _version_of(chosen: Learnt, version: int | None) -> int:
-    """The version to export. Raises StartupError."""
+    """Determine the version to export. Raises StartupError."""
     listed = ", ".join(map(str, chosen.intact)) or "none"
     if version is None and chosen.served == ANCHOR:
         raise StartupError(
-            f"{chosen.folder.name} serves the drafter as it was deployed: copy its folder, "
+            f"{chosen.folder.name} serves the deployed drafter: copy that drafter's folder, "
             f"or name a version with --version (kept: {listed})"
         )
     version = chosen.served if version is None else version
@@ -250,19 +250,19 @@ def _origin_of(chosen: Learnt) -> Origin:
     if chosen.origin is None:
         why = chosen.complaint or f"{DRAFTER_FILE} is missing"
         raise StartupError(
-            f"{chosen.folder} does not say what its drafter is like ({why}): start its server once with "
-            "adaptation.enabled true, which writes that file"
+            f"the drafter of {chosen.folder} is not known ({why}): start its server once with "
+            f"adaptation.enabled true, which writes {DRAFTER_FILE}"
         )
     return chosen.origin
 
 
 def _read(chosen: Learnt, version: int, origin: Origin) -> Snapshot:
-    """Read a snapshot. Raises StartupError for a damaged one, or one that does not fit its drafter."""
+    """Read the snapshot of a version. Raises StartupError if it is damaged or does not fit the drafter."""
     try:
         snapshot = read_snapshot(chosen.folder / SNAPSHOTS, version, None)
         found = {name: tuple(value.shape) for name, value in snapshot.tensors.items()}
         if found != checkpoint.shapes_of(origin.config):
-            raise Damaged("its tensors do not fit its drafter")
+            raise Damaged("its tensors do not match the drafter's shapes")
         if not checkpoint.names_tokens(snapshot.tensors[VOCABULARY], origin.config.target_vocab_size):
             raise Damaged(f"{VOCABULARY} names tokens that the target does not have, or one twice")
         return snapshot
@@ -275,6 +275,6 @@ def _read(chosen: Learnt, version: int, origin: Origin) -> Snapshot:
 
 
 def _shown_name(origin: Origin) -> str:
-    """The target's name without a path of this machine."""
+    """Return the target's name, without the folders of a local path."""
     name = origin.model or f"target {origin.target_identity}"
     return Path(name).name.removesuffix(".gguf") if Path(name).is_absolute() else name

@@ -1,4 +1,4 @@
-"""Options of a training run. Imports no torch, so that the help of the commands answers at once."""
+"""Options of a training run. Does not import torch, so that the commands' --help is fast."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +10,7 @@ from drafters.trained_kinds import OF_TARGETS, TRAINED_KINDS, is_trained_kind
 from service.errors import StartupError
 
 ABLATIONS = ("shift", "broadcast", "valid_prefix", "coupling", "rank")
-"""Parts of the method that a run can leave out, to measure their effect."""
+"""Parts of the method that a run can leave out to measure their effect, see --ablate."""
 
 _KINDS = tuple(name for name in TRAINED_KINDS if name not in OF_TARGETS)
 
@@ -21,7 +21,7 @@ class FitOptions:
     unknown kind or ablation."""
 
     draft_vocab: Annotated[int, typer.Option(min=16, help="Tokens the drafter can propose.")] = 8192
-    kind: Annotated[  # named, for typer 0.27 takes a metavar of the same letters for the name
+    kind: Annotated[  # "--kind" is explicit, because typer 0.27 would mistake a metavar equal to the name for it
         str, typer.Option("--kind", metavar="KIND", help=f"What to train: {', '.join(_KINDS)}.")
     ] = "specblock"
     layers: Annotated[
@@ -54,5 +54,5 @@ class FitOptions:
 
     @property
     def without(self) -> frozenset[str]:
-        """The ablations, a subset of ABLATIONS."""
+        """Parts of the method to leave out, a subset of ABLATIONS."""
         return frozenset(name.strip() for name in self.ablate.split(",") if name.strip())

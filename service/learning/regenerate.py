@@ -1,7 +1,7 @@
-"""Stage 1: the target answers the prompts, with the engine that serves it; answers are lines of JSON.
+"""Stage 1 of training: the target answers prompts, on the engine that serves it; answers are written as JSON lines.
 
-Half are answered greedily, half at a temperature. Temperature and noise follow from seed and prompt id, so a resumed
-run writes the same answers as an uninterrupted one.
+Half of the prompts are answered greedily, half at a temperature. Temperature and noise follow from seed and prompt id,
+so that a resumed run writes the same answers as an uninterrupted one.
 """
 
 import random
@@ -24,14 +24,14 @@ from service.text.prompts import Prompt, lines_of, read_lines, read_prompts
 from service.text.tokenizer import ChatTokenizer
 
 FEWEST_TOKENS = 4
-"""Shorter responses teach nothing: a block predicts the tokens after the next."""
+"""Fewest tokens of a response to train on: a block predicts the tokens after the next one."""
 
 _GREEDY_SHARE = 0.5
 _WARM = (0.7, 1.0)
 
 
 class Response(BaseModel):
-    """One answer, as token ids. A response that ended by itself ends with the token that ended it."""
+    """A line of a response file: prompt and answer as token ids, including the end token if the model ended it."""
 
     id: str
     task: str = ""
@@ -46,7 +46,8 @@ class Response(BaseModel):
 
 
 def read_responses(files: Sequence[Path]) -> list[Response]:
-    """All responses long enough to train on. Raises StartupError naming file and line, or when there are none."""
+    """Read all responses that are long enough to train on. Raises StartupError for a bad line, naming file and line, or
+    if there is no such response."""
     found = [response for file in files for _, response in read_lines(file, Response, "response file")]
     kept = [response for response in found if len(response.response) >= FEWEST_TOKENS]
     if not kept:
@@ -58,15 +59,15 @@ def read_responses(files: Sequence[Path]) -> list[Response]:
 
 
 _BEGINS = b'{"id":"'
-"""First bytes of each line of a response file."""
+"""First bytes of every line of a response file."""
 
 
 class ResponseFile:
-    """A file of responses that is appended to."""
+    """An append-only file of responses, which a resumed run continues."""
 
     def __init__(self, path: Path) -> None:
-        """Open or create it, and cut off a torn last line. Raises StartupError for a file that cannot be written, or
-        that holds something else, which is left unchanged."""
+        """Open or create the file, and cut off an incomplete last line. Raises StartupError if it cannot be written, or
+        if it holds something else; it is then left unchanged."""
         self.path = path
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -77,17 +78,17 @@ class ResponseFile:
             if torn[: len(_BEGINS)] != _BEGINS[: len(torn)]:
                 raise StartupError(f"response file {path} does not end with a response: give another file")
             self._stream = path.open("a", encoding="utf-8")
-            self._stream.truncate(len(content) - len(torn))  # the rest of a line that a kill cut off
+            self._stream.truncate(len(content) - len(torn))  # drops a line that a killed process left incomplete
         except OSError as error:
             raise StartupError(f"response file {path} cannot be written ({error}): give another file") from error
 
     def append(self, response: Response) -> None:
-        """Append a response and flush it, so that a kill loses at most this line."""
+        """Append a response and flush it, so that a killed process loses at most this line. Raises StartupError."""
         try:
             self._stream.write(response.model_dump_json() + "\n")
             self._stream.flush()
         except OSError as error:
-            raise StartupError(f"{self.path}: {error}; free some space and start again: it goes on") from error
+            raise StartupError(f"{self.path}: {error}; free some space and start again to resume") from error
         self.done.add(response.id)
 
     def close(self) -> None:
@@ -97,12 +98,12 @@ class ResponseFile:
 
 @dataclass(frozen=True, slots=True)
 class Answering:
-    """Options of answering prompts."""
+    """Options of stage 1: length of answers, concurrency, seed and deadline."""
 
     max_tokens: int = 256
     concurrency: int = 16
     seed: int = 0
-    deadline: float | None = None  # time.monotonic() after which no further prompt is begun; None: answer all
+    deadline: float | None = None  # time.monotonic() after which no further prompt is begun; None answers all prompts
 
 
 def regenerate(
@@ -114,7 +115,8 @@ def regenerate(
     *,
     max_model_len: int,
 ) -> int:
-    """Append the missing answers. # -> number of responses in the file; raises StartupError"""
+    """Answer the prompts that have no answer in the file yet, and append the answers; returns the number of responses
+    in the file. Raises StartupError."""
     missing = [prompt for prompt in prompts if prompt.id not in file.done]
     if file.done:
         say(f"{file.path}: {len(file.done)} responses are there already, {len(missing)} prompts to answer")
@@ -128,7 +130,7 @@ def regenerate(
 
 
 def _request_of(tokenizer: ChatTokenizer, prompt: Prompt, how: Answering) -> tuple[GenerationRequest, Response]:
-    """A request, and its response without tokens."""
+    """Build a prompt's request, and its response without tokens. Raises StartupError."""
     try:
         tokens = prompt.tokens(tokenizer)
     except RequestError as error:
@@ -148,7 +150,7 @@ def _answer(
     waiting, running = iter(pending), dict[str, Response]()
     with bar("answering", len(pending)) as advance:
         while True:
-            # The first prompts are answered however late it is: without them nothing follows.
+            # The first prompts are answered even after the deadline: without any answer, no later stage can run.
             is_late = how.deadline is not None and time.monotonic() > how.deadline and num_tokens > 0
             for request, response in islice(waiting, 0 if is_late else how.concurrency - len(running)):
                 engine.submit(Submission([request]))

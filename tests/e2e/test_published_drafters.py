@@ -77,7 +77,7 @@ def test_the_form_of_a_folder_says_its_kind(folders: Folders) -> None:
 def test_such_a_folder_stays_where_it_lies(folders: Folders) -> None:
     _, folder = folders["eagle3"]
     assert folder is not None
-    with pytest.raises(StartupError, match="authors' form it is read where it lies: set drafter_path to it"):
+    with pytest.raises(StartupError, match="authors' format: serve it directly, set drafter_path to it"):
         described(folder)
 
 

@@ -226,7 +226,7 @@ def test_the_deployed_drafter_is_not_exported_as_something_learnt(
 ) -> None:
     for name in ("learner.json", "learner.previous.json"):
         (learning_folder_in(state) / name).unlink()
-    with pytest.raises(StartupError, match=r"as it was deployed.*--version \(kept: 1, 2, 3\)"):
+    with pytest.raises(StartupError, match=r"serves the deployed drafter.*--version \(kept: 1, 2, 3\)"):
         run(assembly, state, "export", "--out", tmp_path / "out")
 
 
@@ -265,7 +265,7 @@ def test_a_folder_that_does_not_name_its_drafter_is_refused_with_what_to_do(
     file = learning_folder_in(state) / DRAFTER_FILE
     for content in (None, "{}", "no json"):
         file.unlink() if content is None else file.write_text(content)
-        with pytest.raises(StartupError, match=r"does not say what its drafter is like.*start its server once"):
+        with pytest.raises(StartupError, match=r"is not known .*start its server once"):
             run(assembly, state, "export", "--out", tmp_path / "out")
         file.touch()
     assert [row["version"] for row in inspected(assembly, state)["learnt"][0]["versions"]] == [1, 2, 3]
@@ -285,7 +285,7 @@ def test_what_is_there_is_not_overwritten(assembly: Assembly, state: Path, tmp_p
     out = tmp_path / "out"
     out.mkdir()
     assert run(assembly, state, "export", "--out", out)[0] == 0
-    with pytest.raises(StartupError, match="is there already, and not empty"):
+    with pytest.raises(StartupError, match="exists and is not an empty folder"):
         run(assembly, state, "export", "--out", out)
 
 
@@ -344,7 +344,7 @@ def rewritten(folder: Path, **tensors: Tensor) -> None:
     ("damage", "message"),
     [
         (torn, "cannot be read"),
-        (flipped, "is not the file that config.json was written with: copy both again"),
+        (flipped, "does not match the hash in config.json: copy both again"),
         (lambda folder: (folder / WEIGHTS_FILE).unlink(), "model.safetensors cannot be read"),
         (lambda folder: (folder / CONFIG_FILE).write_text("{"), "config.json cannot be read"),
         (lambda folder: (folder / CONFIG_FILE).write_text("[]"), "this version reads 1"),
@@ -371,6 +371,6 @@ def test_what_cannot_be_named_is_learnt_all_the_same(
 
     monkeypatch.setattr("service.learning.learnt.replace_file", full)
     adaptive = learner_in(assembly, tmp_path)
-    assert "what is learnt cannot be exported" in caplog.text
+    assert "learnt drafters cannot be exported" in caplog.text
     adaptive.learner.adopt(moved(adaptive, 1))
     assert stored_versions(learning_folder_in(tmp_path) / SNAPSHOTS) == [1]

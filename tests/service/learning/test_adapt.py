@@ -235,7 +235,7 @@ def test_a_run_goes_on_where_it_was_killed(
             adapt(drafters / "eagle3", target, log, tmp_path / "out")
     assert not (tmp_path / "out").exists()
     code, output = adapt(drafters / "eagle3", target, log, tmp_path / "out")
-    assert (code, f"going on from step {STEPS}" in output) == (0, True)
+    assert (code, f"resuming at step {STEPS}" in output) == (0, True)
     whole, torn = (load_file(folder / WEIGHTS_FILE) for folder in (adapted / "eagle3", tmp_path / "out"))
     assert [name for name, value in whole.items() if not value.equal(torn[name])] == []
     assert names_in(tmp_path) == {"out"}
@@ -276,7 +276,7 @@ def test_what_cannot_be_adapted_is_refused_before_anything_is_loaded(
         (drafters / "own", flat, log, "it taps layers 0, 1, and the target has 1"),
         (drafters / "eagle3", flat, log, "it taps the fourth layer from the end, and the target has 1"),
         (unknown, target, log, "names LlamaEagle4, which is none of"),
-        (mimo(tmp_path / "mimo"), tmp_path / "mimo", log, "of kind mtp lies in its target's own files"),
+        (mimo(tmp_path / "mimo"), tmp_path / "mimo", log, "of kind mtp is part of its target's files"),
         (drafters / "own", target, silent, "line 2: .*no answer"),
         (tmp_path / "none", target, log, "config.json cannot be read"),
     ):
@@ -284,7 +284,7 @@ def test_what_cannot_be_adapted_is_refused_before_anything_is_loaded(
         with pytest.raises(StartupError, match=message):
             adapt(drafter, model, texts, tmp_path / "out")
         assert time.monotonic() - began < 1
-    with pytest.raises(StartupError, match="is there already, and not empty"):
+    with pytest.raises(StartupError, match="exists and is not an empty folder"):
         adapt(drafters / "own", target, log, tmp_path)
 
 
