@@ -26,11 +26,9 @@ PromptFile = Annotated[
     Path | None, typer.Option("--prompts", metavar="FILE", help="JSONL file. Unset: a built-in set.")
 ]
 MorePromptFiles = Annotated[list[Path] | None, typer.Argument(metavar="[FILE]...", help="More prompt files.")]
-Limit = Annotated[int | None, typer.Option(min=1, help="At most so many prompts of each file.")]
+Limit = Annotated[int | None, typer.Option(min=1, help="Largest number of prompts of each file.")]
 Temperature = Annotated[float, typer.Option(min=0, max=2, help="0 decodes greedily.")]
-Temperatures = Annotated[
-    list[float], typer.Option(min=0, max=2, help="0 decodes greedily. Give it again for more than one.")
-]
+Temperatures = Annotated[list[float], typer.Option(min=0, max=2, help="0 decodes greedily. Repeatable.")]
 AnswerTokens = Annotated[int, typer.Option(min=1, help="Length of each answer, in tokens.")]
 Concurrency = Annotated[int, typer.Option(min=1, help="Requests in flight at a time.")]
 Seed = Annotated[int, typer.Option(min=0, max=2**32, help="Seed of all randomness.")]
@@ -83,11 +81,11 @@ def _serve(
     max_tokens: AnswerTokens = 128,
     concurrency: Annotated[str, typer.Option(metavar="N,...", help="Requests in flight.")] = "1",
     stream: Annotated[bool, typer.Option(help="Ask for streams.")] = True,
-    ignore_eos: Annotated[bool, typer.Option(help="Generate on after the model's end token.")] = True,
+    ignore_eos: Annotated[bool, typer.Option(help="Continue after the model's end token.")] = True,
     seed: Seed = 0,
     out: Out = None,
 ) -> bool:
-    """Measure what a client gets over HTTP, from servers that this command starts and from others, in turn. Exit code 1
+    """Measure what clients get over HTTP, from servers that this command starts and from others, in turn. Exit code 1
     if any token differs."""
     from service.bench.serve import Entrants, bodies_of, configurations, run_serve
 
@@ -110,8 +108,8 @@ def _speed(
     seed: Seed = 0,
     out: Out = None,
 ) -> bool:
-    """Anatomy of the engine in-process, without HTTP (what a client gets: adaptree bench serve). Compares plain with
-    speculative decoding of the same prompts, in turn. Exit code 1 if any token differs."""
+    """Compare plain with speculative decoding of the same prompts, in turn, in this process and without HTTP (adaptree
+    bench serve measures what clients get). Exit code 1 if any token differs."""
     from service.bench.experiment import Measure
     from service.bench.speed import run_speed
 
@@ -122,7 +120,7 @@ def _speed(
 
 def _lossless(
     loaded: LoadedConfig,
-    tokens: Annotated[int, typer.Option(min=1, help="Compare at least so many tokens.")] = 20_000,
+    tokens: Annotated[int, typer.Option(min=1, help="Least number of tokens to compare.")] = 20_000,
     prompts: PromptFile = None,
     seed: Seed = 0,
     out: Out = None,

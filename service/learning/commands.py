@@ -43,7 +43,7 @@ _Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads. Unset: o
 _MaxTokens = Annotated[int, typer.Option("--max-new-tokens", min=8, help="Longest answer.")]
 _Concurrency = Annotated[int, typer.Option(min=1, max=1024, help="Prompts answered at the same time.")]
 _Seed = Annotated[int, typer.Option(min=0, max=2**31, help="Seed of everything random.")]
-_Folder = Annotated[Path, typer.Option("--out", metavar="DIR", help="Folder for the drafter; a run there goes on.")]
+_Folder = Annotated[Path, typer.Option("--out", metavar="DIR", help="Folder for the drafter; resumes a run in it.")]
 
 
 def with_fit_options(command: Callable[..., None]) -> Callable[..., None]:
@@ -91,16 +91,16 @@ def _drafter(
     target: _Target = "smollm2-135m",
     responses: Annotated[
         list[Path] | None,
-        typer.Option("--responses", metavar="FILE", help="Answers of this target that are there already; repeatable."),
+        typer.Option("--responses", metavar="FILE", help="Existing answers of this target; repeatable."),
     ] = None,
     device: _Device = "auto",
     threads: _Threads = None,
     max_new_tokens: _MaxTokens = 256,
     concurrency: _Concurrency = 16,
 ) -> None:
-    """From prompts to a drafter in a given time: 40 % of it for answers if there are none, at most 30 % for features.
+    """Train a drafter from prompts in a given time: 40 % of it for answers if none are given, up to 30 % for features.
 
-    Under torchrun the first process prepares the data and all train.
+    Under torchrun, the first process prepares the data, and all processes train.
     """
     config = _config(target, device, threads, concurrency)
     from drafters.training.fit import Length
@@ -129,7 +129,7 @@ def _drafter(
         say(f"{max(left, 0.0) / 60:.1f} minutes are left for training")
         if left <= 0:
             raise StartupError(
-                "answers and features took all the time: run again, they are kept, or give more --minutes"
+                "answers and features took all the time: run again (they are kept), or give more --minutes"
             )
         length = Length(seconds=left)
     fit_drafter(config, ranks, features, out, length, options)
@@ -140,7 +140,7 @@ def _regenerate(
     prompts: _Prompts,
     out: Annotated[Path, typer.Option("--out", metavar="FILE", help="JSONL file of answers; missing ones are added.")],
     target: _Target = "smollm2-135m",
-    minutes: Annotated[float | None, typer.Option(min=0, help="Take up no further prompt after this.")] = None,
+    minutes: Annotated[float | None, typer.Option(min=0, help="Begin no further prompt after this time.")] = None,
     device: _Device = "auto",
     threads: _Threads = None,
     max_new_tokens: _MaxTokens = 256,
@@ -160,7 +160,7 @@ def _features(
     ],
     out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Folder for the shards; missing ones are added.")],
     target: _Target = "smollm2-135m",
-    minutes: Annotated[float | None, typer.Option(min=0, help="Begin no further shard after this.")] = None,
+    minutes: Annotated[float | None, typer.Option(min=0, help="Begin no further shard after this time.")] = None,
     device: _Device = "auto",
     threads: _Threads = None,
 ) -> None:
@@ -182,7 +182,7 @@ def _fit(
     device: _Device = "auto",
     threads: _Threads = None,
 ) -> None:
-    """Stage 3: train on features, for so many minutes or steps. Runs under torchrun too.
+    """Stage 3: train on features, for a number of minutes or steps. Runs under torchrun too.
 
     A resumed run keeps its length, unless another one is given.
     """
@@ -194,7 +194,7 @@ def _fit(
     is_given = minutes is not None or steps is not None
     length = Length(steps, None if minutes is None else minutes * 60) if is_given else kept_length(out)
     if length is None:
-        raise StartupError("no length of the run: give --minutes or --steps")
+        raise StartupError("the run has no length: give --minutes or --steps")
     ranks = processes(config)
     fit_drafter(config, ranks, features, out, length, options)
     ranks.leave()
@@ -211,14 +211,14 @@ def _inspect(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of lines.")] = False,
 ) -> None:
-    """Describe a drafter folder, or without one the versions learnt here and which of them serves.
+    """Describe a drafter folder or, without one, the versions learnt here and which of them is served.
 
-    Of a folder: shapes, size, hash, target, and facts: how it was trained, or its lineage. Damaged files,
+    For a folder: shapes, size, hash, target, and facts (how it was trained, or its lineage). Damaged files,
     wrong shapes and weights that are not finite are refused.
 
-    Without one: every version kept in state_dir for the configured model, with its scores in the gate.
+    Without a folder: every version kept in state_dir for the configured model, with its scores in the gate.
 
-    Loads no model and changes nothing; the server may go on running.
+    Loads no model and changes nothing; the server may keep running.
 
     adaptree drafter inspect my-drafter
 
@@ -259,16 +259,16 @@ def _export(
     ] = None,
     source: Annotated[
         Path | None,
-        typer.Option("--from", metavar="FOLDER", help="Learning folder, where several drafters have learnt."),
+        typer.Option("--from", metavar="FOLDER", help="Learning folder, needed if several drafters have learnt."),
     ] = None,
 ) -> None:
-    """Write what was learnt as a drafter folder, which any server of the same target takes.
+    """Export a learnt version as a drafter folder, which any server of the same target can load.
 
     Copy it to another server, and set drafter_path there.
 
     Weights are stored in bf16; its config.json (facts.lineage) and README.md say what they were learnt from.
 
-    Loads no model; the server may go on running.
+    Loads no model; the server may keep running.
 
     adaptree drafter export --out learnt
 
@@ -291,9 +291,9 @@ def _adapt(
     threads: _Threads = None,
     seed: _Seed = 0,
 ) -> None:
-    """Train a drafter on a log of texts, and write it in the same form if it beats the old one on texts held back.
+    """Train a drafter on a log of texts, and write it in the same format if it beats the old one on held-out texts.
 
-    If it does not, nothing is written, and the exit code is 3. The same command goes on with an interrupted run.
+    If it does not, nothing is written, and the exit code is 3. The same command resumes an interrupted run.
 
     A line of the log has `messages`, the answer last, or `request` and `response`, or `prompt` (messages) and
     `completion` (text).

@@ -31,7 +31,7 @@ class FitOptions:
     start_from: Annotated[
         Path | None,
         typer.Option(
-            metavar="DIR", help="Go on from the weights of this drafter, of whatever kind, instead of the target's."
+            metavar="DIR", help="Start from the weights of this drafter, of any kind, instead of the target's."
         ),
     ] = None
     ablate: Annotated[
@@ -40,9 +40,7 @@ class FitOptions:
     learning_rate: Annotated[float, typer.Option(min=0, help="Largest learning rate.")] = 5e-4
     batch_tokens: Annotated[int, typer.Option(min=16, help="Tokens of a step, in each process.")] = 2000
     warm_up: Annotated[int, typer.Option(min=1, help="Steps until the full rate, and until the rank head learns.")] = 50
-    evaluate_minutes: Annotated[float, typer.Option(min=0, help="Minutes between two looks at the held-out texts.")] = (
-        5.0
-    )
+    evaluate_minutes: Annotated[float, typer.Option(min=0, help="Minutes between evaluations on held-out texts.")] = 5.0
     seed: Annotated[int, typer.Option(min=0, max=2**31, help="Seed of everything random.")] = 0
 
     def __post_init__(self) -> None:
