@@ -59,7 +59,7 @@ async def test_what_can_never_wait_is_refused_for_good() -> None:
     async with running(ScriptedEngine(lambda request: []), max_waiting=NUM_PLACES) as runtime:
         half = NUM_PLACES // 2 * CARD.max_model_len
         with pytest.raises(
-            InvalidRequest, match=f"are {half + 8} tokens, and at most {half} of a client may"
+            InvalidRequest, match=f"have {half + 8} tokens, and a client may have {half} waiting"
         ) as refusal:
             runtime.generate(*(ask(number, "a", CARD.max_model_len + 1) for number in range(8)))
         assert refusal.value.param == "prompt"

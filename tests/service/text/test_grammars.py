@@ -88,8 +88,8 @@ def test_a_token_that_leaves_the_form_raises(compiler: GrammarCompiler) -> None:
         ({"anyOf": [{"type": "null"}, {"type": "array", "uniqueItems": True}]}, ("anyOf", "1"), "uniqueItems"),
         ({"$ref": "#/$defs/b", "$defs": {"b": {"pattern": "(?=x)", "type": "string"}}}, ("$defs", "b"), "look"),
         ({"properties": {"a": {"$ref": "#/$defs/gone"}}}, ("properties", "a"), "gone"),
-        ({"properties": {"a": {"contains": {}, "minContains": "x"}}}, ("properties", "a"), "no JSON schema"),
-        ({"allOf": 5}, (), "no JSON schema"),
+        ({"properties": {"a": {"contains": {}, "minContains": "x"}}}, ("properties", "a"), "not a valid JSON schema"),
+        ({"allOf": 5}, (), "not a valid JSON schema"),
         ({"contains": {}, "minContains": 10**9}, (), "contains"),
     ],
 )
