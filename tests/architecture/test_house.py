@@ -13,12 +13,12 @@ PRODUCT = modules(*PACKAGES)
 OUTSIDE_KERNELS = modules("service", "adaptation", "drafters")
 
 CODE_LINES = {
-    "product": (PRODUCT, 32_051),
-    BENCHMARKS: (modules(BENCHMARKS), 5_000),
-    "tests": (modules("tests"), 37_440),
+    "product": (PRODUCT, 30_364),
+    BENCHMARKS: (modules(BENCHMARKS), 4_972),
+    "tests": (modules("tests"), 35_802),
 }
 """At most so many lines of code (no blank lines, comments, docstrings) in these files."""
-NUM_FILES = 258
+NUM_FILES = 222
 
 UNDOCUMENTED, WITHOUT_SHAPES = 0.03, 0.05  # of public functions, and of those that take or return tensors
 MODULE_LINES = 400
