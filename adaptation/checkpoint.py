@@ -229,7 +229,7 @@ def unseal(data: bytes) -> dict[str, JsonValue]:
 
 
 def unseal_current(data: bytes) -> dict[str, JsonValue]:
-    """Decode a file of this release's format. Raises Damaged."""
+    """Decode sealed JSON, and check that its format is that of this release. Raises Damaged."""
     content = unseal(data)
     if content.get("format") != FORMAT:
         raise Damaged(f"format {content.get('format')!r}; this release reads {FORMAT}")

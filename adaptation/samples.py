@@ -34,7 +34,7 @@ _LEAST_PROMPT = 2  # least prompt positions: the first label needs a position wi
 _LEAST_ANSWER = 4  # least labelled tokens: fewer cannot score a drafter
 _MISSED_MEMORY = 512  # rejected positions in the running mean of 1 - r
 _MAX_POSITIONS = 4096  # rejected positions in all buffers
-_HURRIED_SHARE = 0.5  # least share of queries held out for validation while the set is not full
+_HURRIED_SHARE = 0.5  # minimum share of queries held out while the validation set is not full
 
 
 @dataclass(frozen=True, slots=True)

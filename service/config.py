@@ -242,8 +242,8 @@ class ServiceConfig(BaseModel):
     )
     allowed_hosts: Annotated[tuple[str, ...], BeforeValidator(_split)] = _setting(
         (),
-        "Host names of requests that are accepted besides those of this machine, separated by commas; * is any. Unset: "
-        "none if host is a loopback address, so that no web page can reach this server, else any.",
+        "Host names of requests that are accepted besides localhost and loopback addresses, separated by commas; * is "
+        "any. Unset: none if host is a loopback address, so that no web page can reach this server, else any.",
         panel="Access",
     )
     cors_origins: Annotated[tuple[str, ...], BeforeValidator(_split), AfterValidator(_origins)] = _setting(
@@ -317,7 +317,7 @@ class ServiceConfig(BaseModel):
 
     @property
     def checked_hosts(self) -> frozenset[str] | None:
-        """Host names accepted in addition to this machine's own, or None for any."""
+        """Host names accepted besides localhost and loopback addresses, or None for any."""
         if "*" in self.allowed_hosts or not (self.allowed_hosts or is_loopback(self.host)):
             return None
         return frozenset(name.lower() for name in self.allowed_hosts)

@@ -40,7 +40,7 @@ class _Handed:
 
 
 class QueryReceiver:
-    """Receives the queries of all replicas. Each is checked, observed once, and then acknowledged."""
+    """Receives the finished queries of all replicas, passes each to the learner once, and then acknowledges it."""
 
     def __init__(self, replica: Replica) -> None:
         self._replica = replica

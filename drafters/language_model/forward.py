@@ -130,7 +130,7 @@ class TreeForward:
 
     @property
     def num_trees(self) -> int:
-        """Number of trees for which the pool has room."""
+        """Maximum number of trees that fit into the pool's entries for tree nodes."""
         return self._scratch.shape[0]
 
     def follow(self, row: int, positions: range) -> Tensor:

@@ -47,7 +47,7 @@ class PastListener(Protocol):
 class _RunningAnswer(NamedTuple):
     scope: str
     tokens: Sequence[int]  # prompt and answer; grows while the sequence runs
-    num_known: int  # number of first tokens that are not reported to listeners
+    num_known: int  # number of leading tokens that are not reported to listeners
 
 
 class PastAnswers:
@@ -83,9 +83,9 @@ class PastAnswers:
         return share
 
     def take(self, row: int, scope: str | None, *, stores: bool) -> int | None:
-        """Assign a share to a row. A row that stores gets its scope's share, or else an unused or evicted one of the
-        same owner; a row that only reads gets its scope's share if there is one. Returns None without a scope, or if
-        there is no such share."""
+        """Assign a share to a row, after releasing the one it had. With `stores`: the scope's share, else an unused or
+        evicted share of the same owner, which is cleared. Otherwise: the scope's share, if it has one. Returns None if
+        `scope` is None or no share is available."""
         self.end(row)
         if scope is None:
             return None

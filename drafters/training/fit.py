@@ -155,7 +155,8 @@ class FitReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CurvePoint:
-    """Point of the learning curve: one evaluation. The training fields are None before the first step."""
+    """Point of the learning curve: one evaluation. Loss, gradient norm and learning rate are None before the first
+    step."""
 
     step: int = 0
     tokens: int = 0

@@ -132,8 +132,8 @@ def _with_gap(prompt: object, body: CompletionRequest, tokenizer: ChatTokenizer,
     places, suffix = {"prompt", "suffix"}, body.suffix or ""
     known = (one for one in _LAYOUTS if tokenizer.special_ids.keys() >= set(one) - places)
     if (layout := next(known, None)) is None:
-        reason = "the tokenizer of this model has no fill-in-the-middle tokens"
-        raise InvalidRequest(f"This server does not support 'suffix' here: {reason}.", param="suffix")
+        reason = "its tokenizer has no fill-in-the-middle tokens"
+        raise InvalidRequest(f"'suffix' is not supported by this model: {reason}.", param="suffix")
     if not isinstance(prompt, str):
         raise InvalidRequest("'suffix' needs a prompt of text, not of token ids.", param="suffix")
     if body.echo:

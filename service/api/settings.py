@@ -33,7 +33,7 @@ class ApiSettings:
     served_model_names: tuple[str, ...]
     max_request_bytes: int = MAX_REQUEST_BYTES
     release_seconds: float | None = None  # seconds between two tokens of a choice; None: as steps produce them
-    allowed_hosts: frozenset[str] | None = None  # names besides this machine's own; None: any
+    allowed_hosts: frozenset[str] | None = None  # host names besides localhost and loopback addresses; None: any
     cors_origins: tuple[str, ...] = ()  # origins of web pages whose scripts are admitted
     separate_names: bool = False  # setting `prefix_cache: per_client`
     control_in_prompts: bool = True  # setting `raw_prompts: special`

@@ -1,6 +1,8 @@
 """The budget of a step: how many drafted nodes the next step verifies, and why. It changes the speed, never the text.
 
-Who drafts: `DraftGate.choose` picks the sequences whose expected gain is positive and whose loss the ledger covers.
+Who drafts: `DraftGate.choose`. A sequence drafts while the upper bounds of the mean gain of its class and of its own
+steps are positive; in a losing class only in its trial steps, or while its own mean gain is positive. How much a class
+may lose stands in its ledger (drafters/decision.py).
 
 How many nodes: `CostBudget`, the default, maximises the expected tokens per second of the whole batch:
 
@@ -10,8 +12,8 @@ B is the number of decoding sequences, S(N) the sum of the N highest survival pr
 the rows without nodes, T(B) the seconds of a plain step of these sequences (prompt rows of the step are paid anyway and
 cancel). If a pace is promised, each sequence's terms of B and S are weighted by `pace_weights` (drafting.py). The
 denominator is `CostBudget.step_seconds`. S and the argmax are computed on the device by `allocate_nodes`
-(kernels/survival.py), in which each sequence's best node precedes all second ones. `FixedBudget` has no argmax: every
-tree gets the configured number.
+(kernels/survival.py) from survival as calibration corrects it; if N* exceeds the number of sequences, each one's best
+node is among them. `FixedBudget` has no argmax: every tree gets the configured number, as far as there are candidates.
 
 Limits: `DraftStage._limits` (drafting.py) bounds each tree by the settings' and the request's `max_budget`, and its
 depth by the tokens left to emit. Under load the nodes must fit into the free slots: `step_seconds` is infinite above

@@ -26,8 +26,8 @@ def forbidden_tokens(states: Sequence[GrammarState], paths: Sequence[Sequence[in
 
 
 def constrained(candidates: Candidates, states: Sequence[GrammarState | None], max_nodes: int) -> Candidates:
-    """Remove nodes that grammars forbid, and add forced tokens with their parent's survival. `states`: one per tree,
-    None for a sequence without grammar. # -> [batch, nodes]"""
+    """Remove the nodes that grammars forbid, and add forced tokens as nodes with the survival of their parent.
+    `states`: one per tree, None for a sequence without grammar. # -> [batch, nodes]"""
     tokens = candidates.tokens.tolist()  # planned transfer: for constrained sequences only
     parents = candidates.parents.tolist()  # planned transfer
     counts = candidates.num_nodes.tolist()  # planned transfer

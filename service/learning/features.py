@@ -86,7 +86,7 @@ class Manifest:
         paths = sorted(folder.glob("shard*.safetensors"))[: self.shards]
         if len(paths) < self.shards:
             raise StartupError(
-                f"{folder} holds {len(paths)} shards of {self.shards}; run `adaptree train features` again"
+                f"{folder} holds {len(paths)} of {self.shards} shards; run `adaptree train features` again"
             )
         return paths
 
@@ -274,7 +274,7 @@ def _holds(path: Path, responses: Sequence[Response]) -> bool:
         with safe_open(path, framework="pt") as shard:
             tokens, lengths = shard.get_tensor("tokens"), shard.get_tensor("lengths")
     except (OSError, SafetensorError) as error:
-        raise StartupError(f"{path} cannot be read ({error}); delete it") from error
+        raise StartupError(f"{path} cannot be read ({error}); delete it, and the next run computes it again") from error
     wanted = [token for response in responses for token in (*response.prompt, *response.response)]
     if lengths.shape[0] > len(responses) or tokens.tolist() != wanted[: tokens.shape[0]]:
         raise StartupError(f"{path} holds other texts than these responses; give another folder or delete it")

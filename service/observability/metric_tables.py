@@ -67,7 +67,7 @@ Table = Sequence[Row[Record]]
 def histogram(
     name: str, text: str, buckets: Sequence[float], read: Callable[[Record], Iterable[float]]
 ) -> Histogram[Record]:
-    """Build a histogram with these bucket bounds; `read` returns the values to observe in a record."""
+    """Build a histogram with these bucket bounds; `read` returns the values of a record to add to it."""
     bounds = (*(str(float(bound)) for bound in buckets), "+Inf")
 
     def counts(record: Record) -> Mapping[str, float]:

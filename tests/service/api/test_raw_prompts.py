@@ -234,7 +234,7 @@ async def test_refusals_name_the_field(fields: dict[str, Any], param: str) -> No
 
 async def test_a_refusal_says_what_the_model_lacks() -> None:
     message = error_of(await post(ScriptedEngine(say("x")), suffix="c"))["message"]
-    assert message.endswith("the tokenizer of this model has no fill-in-the-middle tokens.")
+    assert message.endswith("its tokenizer has no fill-in-the-middle tokens.")
 
 
 async def test_a_gap_at_the_begin_of_a_text() -> None:
