@@ -74,7 +74,11 @@ def test_the_gpu_example_fits_where_it_says(
     pairs = KVShape(num_layers=36, kv_heads=8, head_dim=128, dtype=torch.bfloat16)
     on_gpu = SimpleNamespace(device=torch.device("cuda"))
     learning = _learning(config, cast(Any, SimpleNamespace(initial_drafter=drafter, model=on_gpu)))
-    network = cast(Any, SimpleNamespace(config=shape, dtype=torch.bfloat16, shape=pairs)) if learning else None
+    network = (
+        cast(Any, SimpleNamespace(config=shape, traits=shape.traits, dtype=torch.bfloat16, shape=pairs))
+        if learning
+        else None
+    )
     limits = EngineLimits(
         max_model_len=config.max_model_len or QWEN3_8B.max_position_embeddings,
         max_sequences=config.max_sequences,

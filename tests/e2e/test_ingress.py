@@ -93,7 +93,7 @@ async def test_a_killed_replica_is_noticed_by_no_one(fleet: Processes) -> None:
     assert sum(len(spoken.seconds_to_go_on) for spoken in completions) > 0
     for deltas, whole in (spoken for spoken in disturbed if not isinstance(spoken, Received)):
         assert deltas == whole != ""
-    assert "a stream goes on" in fleet.front.log.read_text()
+    assert "another replica resumed a stream" in fleet.front.log.read_text()
 
 
 async def test_a_load_is_distinguished_by_what_became_of_it(fleet: Processes) -> None:

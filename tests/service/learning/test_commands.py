@@ -194,7 +194,7 @@ def test_training_goes_on_from_another_drafter(target: Path, features: Path, tmp
     assert first.keys() > of_other_shape.keys()
     assert all(torch.equal(first[name][: len(value)], value) for name, value in of_other_shape.items())
     unlike = (*common, "--steps", 1, "--layers", 1, "--start-from", tmp_path / "first", "--out", tmp_path / "no")
-    assert "other layers or sizes" in refused(*unlike)
+    assert "layers or sizes of that drafter differ" in refused(*unlike)
     assert "cannot be read" in refused(*common, "--steps", 1, "--start-from", tmp_path, "--out", tmp_path / "no")
 
 
