@@ -15,7 +15,7 @@ OUTSIDE_KERNELS = modules("service", "adaptation", "drafters")
 CODE_LINES = {
     "product": (PRODUCT, 30_364),
     BENCHMARKS: (modules(BENCHMARKS), 4_972),
-    "tests": (modules("tests"), 35_806),
+    "tests": (modules("tests"), 35_809),
 }
 """At most so many lines of code (no blank lines, comments, docstrings) in these files."""
 NUM_FILES = 222

@@ -160,3 +160,9 @@ async def test_a_request_says_itself_that_it_is_not_to_be_learnt_from() -> None:
                 engine.submitted.clear()
                 assert (await client.post(path, json={**body, "store": store})).status_code == 200
                 assert {request.store for request in engine.submitted} == {stored}
+
+
+def test_the_key_pays_and_without_keys_the_address() -> None:
+    """Else a client that changes its address would have a new account each time."""
+    assert Scope(key="k", name="n", address="a").account == "k"
+    assert Scope(name="n", address="a").account == "a"
