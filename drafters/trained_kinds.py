@@ -7,7 +7,7 @@ Other distributions add kinds by entry points of the group `adaptree.drafters`, 
 from collections.abc import Iterator
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 if TYPE_CHECKING:  # these modules import torch
     from drafters.network.form import PublishedForm
@@ -38,7 +38,7 @@ def trained_kind(name: str) -> "TrainedKind":
         return _built_in(name)
     for kind in map(loaded, entry_points(group=GROUP, name=name)):
         if is_trained(kind):
-            return kind  # type: ignore[no-any-return]
+            return kind
     raise ValueError(f"kind {name!r} {why_unknown(name)}")
 
 
@@ -55,7 +55,7 @@ def loaded(entry: EntryPoint) -> Any:
         raise ValueError(f"drafter {entry.name!r} ({entry.value}) cannot be loaded: {error!r}") from error
 
 
-def is_trained(kind: object) -> bool:
+def is_trained(kind: object) -> "TypeGuard[TrainedKind]":
     """Whether the object of an entry point is a trained kind."""
     from drafters.network.kind import TrainedKind
 

@@ -25,10 +25,6 @@ class FalconConfig(DrafterConfig):
     def options(self) -> Fields:
         return {"broadcast": False}
 
-    @classmethod
-    def options_of(cls, fields: Fields) -> Fields:
-        return {}
-
     @property
     def traits(self) -> NetworkTraits:
         return NetworkTraits(len(self.tap_layers), shifts=self.num_layers - 1)

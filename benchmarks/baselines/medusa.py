@@ -39,10 +39,6 @@ class MedusaConfig(DrafterConfig):
     def options(self) -> Fields:
         return {"shift": False}
 
-    @classmethod
-    def options_of(cls, fields: Fields) -> Fields:
-        return {}
-
     @property
     def traits(self) -> NetworkTraits:
         return NetworkTraits(len(self.tap_layers))

@@ -28,10 +28,6 @@ class ParallelConfig(DrafterConfig):
     def options(self) -> Fields:
         return _OPTIONS
 
-    @classmethod
-    def options_of(cls, fields: Fields) -> Fields:
-        return {}
-
     @property
     def traits(self) -> NetworkTraits:
         return NetworkTraits(len(self.tap_layers))

@@ -118,9 +118,10 @@ class DrafterConfig(ABC):
         """The kind's own fields of `config.json`."""
 
     @classmethod
-    @abstractmethod
     def options_of(cls, fields: Fields) -> Fields:
-        """Return the constructor arguments of the kind for these fields of `config.json`. Raises ValueError."""
+        """Return the kind's own constructor arguments for these fields of `config.json`, by default none. Raises
+        ValueError."""
+        return {}
 
     @property
     def hidden_size(self) -> int:

@@ -36,10 +36,6 @@ class MTPConfig(DrafterConfig):
     def options(self) -> Fields:
         return _OPTIONS
 
-    @classmethod
-    def options_of(cls, fields: Fields) -> Fields:
-        return {}
-
     @property
     def traits(self) -> NetworkTraits:
         return NetworkTraits(0, RankHeadShape(from_draft=True))

@@ -40,10 +40,6 @@ class TreeFlashConfig(DrafterConfig):
     def options(self) -> Fields:
         return {"shift": False, "broadcast": False}
 
-    @classmethod
-    def options_of(cls, fields: Fields) -> Fields:
-        return {}
-
     @property
     def traits(self) -> NetworkTraits:
         return NetworkTraits(len(self.tap_layers), one_forward=True)
