@@ -1,40 +1,9 @@
 // Whole decoder layers, one after the other: the ops of kernels/decoder_layer.py in their order, without a return to
 // Python between them.
+#include "decoder.h"
 #include "export.h"
-#include "ops.h"
 
 namespace {
-
-template <class T>
-struct Product {
-    void (*call)(const T* x, const void* packed, const float* bias, T* y, int64_t rows, int64_t in, int64_t out);
-    const void* packed;
-    const float* bias;
-    int64_t in, out;
-
-    void operator()(const T* x, T* y, int64_t rows) const { call(x, packed, bias, y, rows, in, out); }
-};
-
-template <class T>
-struct DecoderLayer {
-    Product<T> query_key_value, output, gate_up, down;
-    const T *attention_input, *attention_output, *mlp_input, *mlp_output;  // norms; null where the family has none
-    const T *query_norm, *key_norm;
-    int64_t norms_whole;  // whether these two are of all heads of a row together
-    Layer attention;
-    float epsilon;
-};
-
-template <class T>
-struct Places {
-    const T *cos, *sin;  // [rows, dim]
-    const int64_t* slots;
-    Rows rows;
-    const int32_t* groups;
-    int64_t num_groups;
-    const int64_t* tables;
-    int64_t table_width;
-};
 
 // hidden += delta; returns the norm of hidden, in `normed`, or hidden itself where there is no norm.
 template <class T>
@@ -43,8 +12,8 @@ const T* add_norm(T* hidden, const T* delta, const T* norm, float epsilon, T* no
     return norm ? normed : hidden;
 }
 
-// Runs the layers on hidden [rows, width], in place. The first layer adds `delta` (or null) to it first; the output of the
-// last feed-forward, which is still to be added, goes to `result`. `scratch` holds intermediate results of all rows.
+}  // namespace
+
 template <class T>
 void decode(const DecoderLayer<T>* layers, int64_t count, const Places<T>* at, T* hidden, const T* delta, T* result,
             int64_t rows, T* scratch) {
@@ -71,6 +40,7 @@ void decode(const DecoderLayer<T>* layers, int64_t count, const Places<T>* at, T
     }
 }
 
-}  // namespace
+template void decode(const DecoderLayer<bf16>*, int64_t, const Places<bf16>*, bf16*, const bf16*, bf16*, int64_t, bf16*);
+template void decode(const DecoderLayer<float>*, int64_t, const Places<float>*, float*, const float*, float*, int64_t, float*);
 
 EXPORT_TYPES(decode)

@@ -47,7 +47,7 @@ class PackedLinear:
 
     @property
     def structure(self) -> CStruct:
-        """This product as the C structure `Product` of decoder_layers.cpp."""
+        """This product as the C structure `Product` of decoder.h."""
         return CStruct(cast(self._call, c_void_p).value, *self._addresses, self.columns, self.out)
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -207,7 +207,7 @@ def _packed(layer: "DecoderLayer") -> list[PackedLinear]:
 
 
 def _structure_of(layer: "DecoderLayer", pool: Tensor) -> CStruct:
-    """Build the C structure `DecoderLayer` of decoder_layers.cpp."""
+    """Build the C structure `DecoderLayer` of decoder.h."""
     norms = *layer.norms, *(layer.head_norms or (None, None)), spans_projection(layer.head_norms, pool.shape[3])
     attention = layer_of(pool, layer.query_heads, layer.window)
     words = [word for product in _packed(layer) for word in product.structure.words]
