@@ -27,7 +27,10 @@ CALLS: Mapping[str, tuple[str, ...]] = {
     "draft, the rest": ("service.engine.drafting:DraftStage.draft",),
     "lay out rows": ("service.engine.rows:RowLayout.__call__",),
     "forward: plan": ("service.engine.target:Target.forward",),
-    "forward: embed and places": ("service.engine.decoder:FusedDecoder.embedded", "service.engine.decoder:FusedDecoder.places"),
+    "forward: embed and places": (
+        "service.engine.decoder:FusedDecoder.embedded",
+        "service.engine.decoder:FusedDecoder.places",
+    ),
     "forward: layers": ("kernels.cpu.layers:CompiledLayers.__call__",),
     "forward: features": ("service.engine.decoder:FusedDecoder.__call__",),
     "forward: head": ("service.engine.decoder:FusedDecoder.logits",),
