@@ -16,6 +16,7 @@ from drafters.memory_counts import MemoryCounts
 from drafters.tree import Candidates, DraftTree, VerifyResult
 from kernels.graph_runner import Capture
 from kernels.lattice import Lattice
+from kernels.sample import Filters
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +56,7 @@ class Noise:
     positions: Tensor  # [batch] int64, absolute position of the root, whose children are at the next position
     warm: bool = True  # False: no temperature is above 0
     host: HostMetadata | None = None  # rows and roots on the host
+    filters: Filters | None = None  # [batch]; None: no token is dropped
 
     @staticmethod
     def of_text(seed: int, temperature: float, roots: Tensor) -> "Noise":

@@ -46,6 +46,11 @@ class Filters(NamedTuple):
     top_k: Tensor  # [rows] int64, at most vocab, 0 = off
     top_p: Tensor  # [rows] float64, 1 = off
 
+    @staticmethod
+    def off(rows: Tensor) -> "Filters":
+        """Build filters that keep all tokens. # rows [rows] int64, of which only the length counts"""
+        return Filters(torch.full_like(rows, OFF, dtype=torch.float32), rows * 0, rows.double() * 0 + 1)
+
     def of(self, rows: Tensor) -> "Filters":
         """Select the filters of some rows. # rows [picked] int64 or [rows] bool"""
         return Filters(self.log_min_p[rows], self.top_k[rows], self.top_p[rows])

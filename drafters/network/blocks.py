@@ -27,6 +27,7 @@ from drafters.slots import taken_slots
 from drafters.tree import MAX_DEPTH, DraftTree
 from kernels.graph_runner import GraphRunner, by_batch
 from kernels.lattice import Picked, StartNodes
+from kernels.sample import Filters
 from kernels.survival import CEILING
 
 COUNTS = (4, 16, WAITING)
@@ -62,7 +63,7 @@ class HostSizes(NamedTuple):
     """Properties of a batch that the host knows before trees grow, and that select a captured graph."""
 
     waiting: int  # maximum number of waiting entries of a sequence
-    warm: bool  # whether any temperature may be above 0
+    noise: int  # level: 0 if no temperature is above 0, 2 if filters may drop tokens, else 1
 
 
 class Keys(NamedTuple):
@@ -72,6 +73,7 @@ class Keys(NamedTuple):
     seeds: Tensor  # int64
     temperatures: Tensor  # float32
     roots: Tensor  # int64, absolute positions
+    filters: Filters  # read at noise level 2 only
 
 
 class TreeStart(NamedTuple):
@@ -128,8 +130,8 @@ class TreeGrower:
         rows, _, counts, slots, _, tokens = padding
         self.pass_by = by_batch(self._pass_by, capture, most, (rows, counts, slots, tokens))
         zeros = torch.zeros_like(rows)
-        keys = Keys(rows, zeros, zeros.float(), zeros)
-        begun = [(keys, HostSizes(count, warm)) for warm, count in product((True, False), reversed(COUNTS))]
+        keys = Keys(rows, zeros, zeros.float(), zeros, Filters.off(zeros))
+        begun = [(keys, HostSizes(count, level)) for level, count in product((2, 1, 0), reversed(COUNTS))]
         self.begin = by_batch(self._begin, capture, most, *begun)
         # The shapes of further forwards do not depend on the number of waiting entries.
         grown: list[tuple[TreeStart, tuple[GrownBlock, ...]]] = [
@@ -140,7 +142,7 @@ class TreeGrower:
             runner = GraphRunner(self._follow, capture, (((), given) for given in grown))
             self.follow.append(runner)
             grown = [(start, (*blocks, last)) for (start, blocks), last in zip(grown, runner.results, strict=True)]
-        of_batches = grown[::2]  # shapes of trees do not depend on `warm`
+        of_batches = grown[::3]  # shapes of trees do not depend on the noise
         numbers = range(weights.blocks, 0, -1)
         trees = (((), tree_inputs(start, blocks[:number])) for number, (start, blocks) in product(numbers, of_batches))
         self.tree = GraphRunner(self._tree, capture, trees)
@@ -153,7 +155,8 @@ class TreeGrower:
         """Run the waiting entries, and the block at the newest of them."""
         waiting = self.state.take(keys.rows, sizes.waiting)
         anchored = waiting.positions[:, -1] >= 0  # False: no entry waits, so there is no anchor and the tree is empty
-        noise = Noise(keys.seeds, keys.temperatures, keys.roots, sizes.warm)
+        filters = keys.filters if sizes.noise > 1 else Filters.off(keys.rows[:0])
+        noise = Noise(keys.seeds, keys.temperatures, keys.roots, sizes.noise > 0, filters=filters)
         network = self._weights.network
         depth = self._weights.blocks * network.config.block_size
         start = TreeStart(keys, TreeNoise.of(noise, depth, network.d2t))

@@ -21,6 +21,7 @@ from drafters.protocol import (
     StepTimes,
 )
 from drafters.tree import Candidates
+from kernels.sample import Filters
 
 
 class SpecBlockDrafter(Drafter):
@@ -94,8 +95,9 @@ class SpecBlockDrafter(Drafter):
         self._has_grown = True
         self._gates.begin(len(rows), warm=noise.warm)
         host = noise.host or HostMetadata.of(rows, noise.positions)
-        sizes = HostSizes(max(1, self._backlog.take(host)), noise.warm)
-        keys = Keys(rows, noise.seeds, noise.temperatures, noise.positions)
+        filters = Filters.off(rows[:0]) if noise.filters is None else noise.filters
+        sizes = HostSizes(max(1, self._backlog.take(host)), noise.warm + (noise.filters is not None))
+        keys = Keys(rows, noise.seeds, noise.temperatures, noise.positions, filters)
         start, first = self._grower.begin((keys, sizes))
         grown: tuple[GrownBlock, ...] = (first,)  # valid until the next call
         self.num_blocks += len(rows)

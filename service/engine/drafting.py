@@ -19,6 +19,7 @@ from drafters.tree import ROOT, Candidates, DraftTree
 from kernels.graph_runner import Capture, send_floats, send_lines
 from service.engine.budget import Budget, DraftBudget, StepLoad
 from service.engine.grammar import constrained, with_runs_of
+from service.engine.sampling import filters_of
 from service.engine.scheduler import StepBatch
 from service.engine.sequence import Sequence
 from service.engine.stats import StepStats
@@ -219,6 +220,7 @@ class DraftStage:
             positions=limits.roots[:count],
             warm=any(s.sampling.params.temperature for s in drafting),
             host=HostMetadata(tuple(s.table_row for s in drafting), tuple(len(s.tokens) - 1 for s in drafting)),
+            filters=filters_of([s.sampling for s in drafting]),
         )
         return _with_empty_trees(self._drafter.grow(limits.rows[:count], noise), len(decoding))
 

@@ -199,7 +199,7 @@ class SamplingTable:
             transforms,
             _floats([p.temperature for p in params], device),
             torch.tensor([signed64(p.seed) for p in params], device=device),
-            _filters(states) if any(drops_tokens(p) for p in params) else None,
+            filters_of(states),
             constrained,
         )
 
@@ -322,8 +322,11 @@ def drops_tokens(params: SamplingParams) -> bool:
     return params.temperature > 0 and (params.top_p < 1 or params.min_p > 0 or params.top_k > 0)
 
 
-def _filters(states: Sequence[SamplingState]) -> Filters:
+def filters_of(states: Sequence[SamplingState]) -> Filters | None:
+    """Build the filters of these sequences. Returns None if no sequence filters."""
     device, params = states[0].device, [state.params for state in states]
+    if not any(map(drops_tokens, params)):
+        return None
     min_p = [math.log(p.min_p) if p.min_p > 0 else OFF for p in params]
     top_k = [min(max(state.params.top_k, 0), state.vocab) for state in states]
     top_p = torch.tensor([p.top_p for p in params], dtype=torch.float64, device=device)

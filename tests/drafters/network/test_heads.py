@@ -1,12 +1,13 @@
 """What the heads propose: rank features by definition, chances that sum up, and coupling to the sampling noise."""
 
+from dataclasses import replace
 from itertools import product
 from math import prod
 
 import pytest
 import torch
 
-from drafters.coupling import TreeNoise
+from drafters.coupling import TreeNoise, least_kept
 from drafters.network.blocks import path_nodes
 from drafters.network.checkpoint import weights_of
 from drafters.network.heads import POLICIES, BlockChances, best_first, propose, rank_features
@@ -18,6 +19,7 @@ from drafters.tree import ROOT
 from kernels import ops
 from kernels.decoder_layer import FUSED_FAMILIES
 from kernels.lattice import TOP, StartNodes
+from kernels.sample import Filters
 from tests.drafters.network.parts import DRAFT_VOCAB, computed, serves, serving, tiny_drafter
 from tests.tiny_models import VOCAB_SIZE
 
@@ -122,6 +124,39 @@ def test_a_drafter_that_knows_the_target_proposes_what_the_noise_will_select() -
                 gumbel = ops.gumbel_noise_of(keys.seeds[line : line + 1], position[None], torch.arange(VOCAB_SIZE))[0]
                 chosen = (everything[line, 0, place] / temperature + gumbel).argmax()
                 assert proposed[line, 0, place] == chosen
+
+
+@pytest.mark.parametrize(
+    ("log_min_p", "top_k", "top_p"), [(-torch.inf, 5, 1.0), (-1.0, 0, 1.0), (-torch.inf, 0, 0.5), (-2.0, 6, 0.7)]
+)
+def test_what_filters_would_drop_is_lowered(log_min_p: float, top_k: int, top_p: float) -> None:
+    """What the target samples never is, if the drafter has the target's distribution."""
+    model, keys = tiny_drafter(), noise(1.3, batch=3)
+    keys.temperatures[2] = 0.0
+    filters = Filters(torch.full((3,), log_min_p), torch.full((3,), top_k), torch.full((3,), top_p).double())
+    logits = torch.randn(3, 1, 4, DRAFT_VOCAB, generator=torch.Generator().manual_seed(4)) * 2
+    depths = torch.arange(1, 5).expand(3, 1, 4)
+    known = TreeNoise.of(replace(keys, filters=filters), 8, model.d2t)
+    scaled, plain = logits / 1.3, TreeNoise.of(keys, 8, model.d2t).scores(logits, depths)
+    lowered = known.scores(logits, depths) < plain - 1.0
+    assert not lowered[2].any()
+    assert lowered[:2].equal((scaled < least_kept(scaled, filters)[..., None])[:2])
+    assert lowered[:2].any(-1).all()
+    everything = torch.full((12, VOCAB_SIZE), -torch.inf)
+    everything[:, model.d2t] = logits.flatten(0, 2)
+    positions = (keys.positions[:, None] + depths[:, 0]).flatten()
+    lines = torch.arange(3).repeat_interleave(4)
+    target = ops.sample(everything, keys.seeds[lines], positions, keys.temperatures[lines], filters.of(lines))
+    chosen = (model.d2t == target.tokens[:, None]).view_as(lowered)
+    assert not lowered[chosen].any()
+    ranked = scaled[:2].sort(-1, descending=True).values.log_softmax(-1)  # by hand
+    kept = ranked >= ranked[..., :1] + log_min_p
+    kept[..., top_k or DRAFT_VOCAB :] = False
+    mass = ranked.masked_fill(~kept, -torch.inf).softmax(-1)
+    kept &= mass.cumsum(-1) - mass < top_p
+    assert (~lowered[:2]).sum(-1).equal(kept.sum(-1))
+    off = TreeNoise.of(replace(keys, filters=Filters.off(keys.seeds)), 8, model.d2t)
+    assert off.scores(logits, depths).equal(plain)
 
 
 def test_sequences_of_a_batch_keep_their_own_temperature() -> None:
