@@ -29,6 +29,7 @@ from drafters.network.model import SpecBlock
 from drafters.protocol import Committed, DraftContext, DraftingSizes, MemorySizes
 from drafters.training.replay import accepted_of_blocks, walked
 from drafters.tree import MAX_DEPTH, DraftTree, VerifyResult
+from kernels.layers import Embedding
 from kernels.ops import REFERENCE
 from service.assembly import Assembly
 from service.bench.commands import Out, Seed, Temperature
@@ -47,7 +48,6 @@ from service.bench.experiment import (
     table_of,
 )
 from service.config import LoadedConfig
-from service.drafter import embed_with
 from service.errors import StartupError
 from service.learning.adaptive import Adaptive, build_adaptive
 
@@ -122,7 +122,7 @@ class Scores:
             memory.read(feedback)
         read = [(example_of(feedback), memory.read(feedback)) for feedback in queries]
         self._texts = [(example, accepted) for example, accepted in read if example is not None]
-        self._embed = embed_with(adaptive.loaded.parts.embedding)
+        self._embed = Embedding(adaptive.loaded.parts.embedding)
 
     @torch.no_grad()
     def network(self, model: SpecBlock) -> list[Accepted]:

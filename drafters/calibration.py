@@ -105,12 +105,17 @@ class RankCalibration:
         self._buckets = torch.stack([first, first + self._first_further])
         # The last row is a dummy for the padding of batches.
         ids = torch.zeros(4, sizes.max_sequences + 1, sizes.max_nodes, dtype=torch.int64, device=sizes.device)
-        self._trees = Proposed(ids[0], ids[1], ids[2], torch.zeros_like(ids[0], dtype=torch.float32), ids[3])
+        self.proposed = Proposed(ids[0], ids[1], ids[2], torch.zeros_like(ids[0], dtype=torch.float32), ids[3])
         self._ops = ops.on(even.device)
 
     def forget(self, rows: Sequence[int]) -> None:
         """Drop the trees kept for these rows, so that the next committed tokens are not compared with them."""
-        self._trees.depths[list(rows)] = 0
+        self.proposed.depths[list(rows)] = 0
+
+    @property
+    def rates(self) -> Tensor:
+        """Correction factors of conditional probabilities. # [buckets] float32"""
+        return self._table.rates
 
     def buckets(self, block: int) -> Tensor:
         """Return the bucket of each node of a block, counted from 0. # -> [block, rank] int64"""
@@ -118,17 +123,17 @@ class RankCalibration:
 
     def trust(self, block: int) -> Tensor:
         """Return the correction factors of a block's conditional probabilities. # -> [block, rank] float32"""
-        return self._table.rates[self.buckets(block)]
+        return self.rates[self.buckets(block)]
 
     def keep(self, rows: Tensor, tree: Candidates, chosen: Tensor, predicted: Tensor, buckets: Tensor) -> None:
         """Keep these rows' trees until `learn`. # rows [batch]; chosen [batch, nodes], index of each tree node among
         all predicted nodes; predicted [batch, all nodes], probabilities before correction; buckets [all nodes]"""
-        self._ops.keep_proposed(self._trees, rows, tree, chosen, predicted, buckets)
+        self._ops.keep_proposed(self.proposed, rows, tree, chosen, predicted, buckets)
 
     def learn(self, rows: Tensor, tokens: Tensor, counts: Tensor) -> Tensor:
         """Learn from the tokens committed after the kept trees. # rows, counts [batch]; tokens [batch, depth + 1]
         -> [2] int64: accepted tokens from blocks after a tree's first, and all committed tokens"""
-        return self._ops.judge_proposed(self._trees, self._table.counts, rows, tokens, counts, self._first_further)
+        return self._ops.judge_proposed(self.proposed, self._table.counts, rows, tokens, counts, self._first_further)
 
     def outcomes(self) -> RankOutcomes:
         """Return predicted and accepted candidates by rank class, decayed counts. Waits for the device."""

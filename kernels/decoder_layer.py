@@ -72,11 +72,11 @@ class RotaryTable:
     def __init__(self, embed: Callable[[Tensor], tuple[Tensor, Tensor]], max_positions: int, device: torch.device):
         """`embed` computes cos and sin of positions: [positions] int64 -> two tensors [positions, dim]."""
         # Tree nodes have positions beyond the longest sequence.
-        self._table = torch.stack(embed(torch.arange(max_positions + MAX_DEPTH, device=device)))  # [2, positions, dim]
+        self.table = torch.stack(embed(torch.arange(max_positions + MAX_DEPTH, device=device)))  # [2, positions, dim]
 
     def __call__(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Look up cos and sin of positions. # positions [rows] int64 -> both [rows, dim]"""
-        cos, sin = self._table.index_select(1, positions)
+        cos, sin = self.table.index_select(1, positions)
         return cos, sin
 
 

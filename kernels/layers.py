@@ -24,6 +24,7 @@ one forward, hidden = the model's width, dim = head_dim.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, Self
 
@@ -75,6 +76,17 @@ def dense(weight: Weight) -> Tensor:
 def look_up(outputs: Tensor, weight: Weight) -> Tensor:
     """Look up rows of a weight, as an embedding does. # outputs [...] int64 -> [..., in]"""
     return weight.lookup(outputs) if isinstance(weight, QuantisedWeight) else functional.embedding(outputs, weight)
+
+
+@dataclass(frozen=True, slots=True)
+class Embedding:
+    """Lookup in a table of embeddings."""
+
+    weight: Weight  # [vocab, hidden]
+
+    def __call__(self, tokens: Tensor) -> Tensor:
+        """Look up tokens. # [...] int64 -> [..., hidden]"""
+        return look_up(tokens, self.weight)
 
 
 def even_sample(weight: Weight, count: int) -> Tensor:

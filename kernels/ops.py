@@ -15,6 +15,7 @@ from torch import Tensor
 
 from kernels.cpu import library
 from kernels.entries import add_entries, place_entries, take_entries
+from kernels.growth import plan_growth
 from kernels.joint_tree import add_text, grow_joint_tree, learn_committed
 from kernels.lattice import grow_lattice, rank_features, spread_classes
 from kernels.layers import (
@@ -54,6 +55,7 @@ class Ops:
     choose_likeliest = staticmethod(choose_likeliest)
     sample = staticmethod(sample)
     settle = staticmethod(settle)
+    plan_growth = staticmethod(plan_growth)
     rank_features = staticmethod(rank_features)
     spread_classes = staticmethod(spread_classes)
     grow_lattice = staticmethod(grow_lattice)
@@ -91,7 +93,7 @@ class Ops:
 _ROWS = 4096  # rows of a weight that are held as float32 at a time while it is quantised
 
 _MODULES = {
-    "cpu": ("entries", "layers", "steps", "tree_attention", "trees"),
+    "cpu": ("entries", "growth", "layers", "steps", "tree_attention", "trees"),
     "triton": ("joint_tree", "layers", "memory", "rank_features", "sample", "settle", "tree_attention", "trees"),
 }
 

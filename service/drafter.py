@@ -7,7 +7,7 @@ import logging
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +23,12 @@ from drafters.decision import RegretLedger
 from drafters.kinds import Need, Parts
 from drafters.network import checkpoint
 from drafters.network.checkpoint import DrafterError, weights_of
-from drafters.network.layers import Embed
 from drafters.network.model import SpecBlock
 from drafters.network.served import ServingNetwork
 from drafters.protocol import Drafter, DraftingSizes, Observer
 from drafters.registry import TrainedWeights, build_drafter, needs_of, trained_kind_of
 from drafters.trained_kinds import OF_TARGETS
-from kernels.layers import Weight, look_up
+from kernels.layers import Embedding
 from service.config import ServiceConfig
 from service.engine.engine import EngineLimits
 from service.engine.initial_drafter import initial_drafter_for
@@ -231,12 +230,7 @@ def _given(folder: Path, loaded: LoadedModel) -> Mapping[str, Tensor]:
 def _serving(model: SpecBlock, loaded: LoadedModel, blocks: int) -> TrainedWeights:
     weights, in_8_bits = weights_of(model), loaded.is_quantised
     network = ServingNetwork(model.config, weights, in_8_bits=in_8_bits, in_place=model.d2t.is_cuda)
-    return TrainedWeights(network, embed_with(loaded.parts.table), blocks=model.config.blocks(blocks))
-
-
-def embed_with(table: Weight) -> Embed:
-    """Return the lookup in the target's embedding, on its device. # tokens [...] int64 -> [..., hidden]"""
-    return partial(look_up, weight=table)
+    return TrainedWeights(network, Embedding(loaded.parts.table), blocks=model.config.blocks(blocks))
 
 
 @dataclass(frozen=True, slots=True)

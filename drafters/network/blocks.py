@@ -21,12 +21,14 @@ from drafters.network.layers import Embed
 from drafters.network.pool import WAITING, EntryPool, EntryState, Waiting
 from drafters.network.recording import FeedbackRecorder
 from drafters.network.served import ServingNetwork
-from drafters.network.serving import Live, forward_of
-from drafters.protocol import DraftingSizes, Noise
+from drafters.network.serving import BlockForward, Live, forward_of
+from drafters.protocol import DraftingSizes, Noise, ignore
 from drafters.slots import taken_slots
 from drafters.tree import MAX_DEPTH, DraftTree
 from kernels.graph_runner import GraphRunner, by_batch
+from kernels.growth import BlockNetwork, BlockTables, GrowBlock
 from kernels.lattice import Picked, StartNodes
+from kernels.layers import Embedding
 from kernels.sample import Filters
 from kernels.survival import CEILING
 
@@ -125,6 +127,9 @@ class TreeGrower:
         self._forward = forward_of(network, weights.embed, self.pool, self.state)
         self.calibration = RankCalibration(config.block_size, sizes)
         capture, most = sizes.capture, sizes.max_sequences
+        plain = weights.policy == "best_first" and sizes.observer is ignore and capture is None
+        self._has_one_op = plain and weights.blocks == 1
+        self._plan: tuple[BlockNetwork | None, GrowBlock | None] = None, None  # the growth as one op, for these weights
         padding = self.state.padding(most)
         self.take_in = by_batch(self._take_in, capture, most, padding)
         rows, _, counts, slots, _, tokens = padding
@@ -146,6 +151,59 @@ class TreeGrower:
         numbers = range(weights.blocks, 0, -1)
         trees = (((), tree_inputs(start, blocks[:number])) for number, (start, blocks) in product(numbers, of_batches))
         self.tree = GraphRunner(self._tree, capture, trees)
+
+    def grow(self, keys: Keys, sizes: HostSizes, ask: Callable[[int, Tensor], bool]) -> tuple[DraftTree, int]:
+        """Grow a tree for each sequence. `ask` decides on each further forward by its number and the survival of the
+        nodes at which it would start [batch, starts]. Returns also the number of blocks, over all sequences."""
+        planned = self._planned()
+        if planned is not None:
+            return self._grow_planned(planned, keys, sizes), keys.rows.shape[0]
+        batch = keys.rows.shape[0]
+        start, first = self.begin((keys, sizes))
+        grown: tuple[GrownBlock, ...] = (first,)  # valid until the next call
+        num_blocks = batch
+        for number, follow in enumerate(self.follow):
+            expected = grown[-1].next_starts[0].picked.origin.survival[:batch]
+            if not ask(number, expected):
+                break
+            grown = (*grown, follow((), (start, grown)))
+            num_blocks += expected.numel()
+        return self.tree((), tree_inputs(start, grown)).first(batch), num_blocks
+
+    def _planned(self) -> GrowBlock | None:
+        """Return the growth as one op for the current weights. Returns None if it is not supported."""
+        network, embed = self._weights.network.block_network, self._weights.embed
+        forward = self._forward
+        if not (self._has_one_op and type(forward) is BlockForward and isinstance(embed, Embedding) and network):
+            return None
+        if self._plan[0] is not network:
+            tables = BlockTables(
+                self.state.tables,
+                self.pool.storage,
+                self.pool.scratch_places,
+                forward.rotary.table,
+                embed.weight,
+                self._weights.network.d2t,
+                self.calibration.proposed,
+                self.calibration.buckets(0),
+                self.calibration.rates,
+                MIN_SURVIVAL,
+            )
+            self._plan = network, self._weights.network.ops.plan_growth(network, tables, self._max_nodes)
+        return self._plan[1]
+
+    def _grow_planned(self, planned: GrowBlock, keys: Keys, sizes: HostSizes) -> DraftTree:
+        """Grow trees of one block by one op."""
+        tree, states, logits = planned(
+            keys.rows,
+            keys.seeds,
+            keys.temperatures if sizes.noise else None,
+            keys.roots,
+            keys.filters if sizes.noise > 1 else None,
+            waiting=sizes.waiting,
+        )
+        self._weights.record("grown", lambda recorder: recorder.grown(keys.rows, keys.roots, states, logits))
+        return tree
 
     def ingest(self, rows: Tensor, waiting: Waiting) -> None:
         """Run waiting entries without drafting, so that later blocks attend to them. # rows [batch]"""

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from drafters.asking import ForwardGates
-from drafters.network.blocks import GrownBlock, HostSizes, Keys, TrainedWeights, TreeGrower, tree_inputs
+from drafters.network.blocks import HostSizes, Keys, TrainedWeights, TreeGrower
 from drafters.network.pool import ROOM, Backlog, Waiting
 from drafters.protocol import (
     Committed,
@@ -98,16 +98,9 @@ class SpecBlockDrafter(Drafter):
         filters = Filters.off(rows[:0]) if noise.filters is None else noise.filters
         sizes = HostSizes(max(1, self._backlog.take(host)), noise.warm + (noise.filters is not None))
         keys = Keys(rows, noise.seeds, noise.temperatures, noise.positions, filters)
-        start, first = self._grower.begin((keys, sizes))
-        grown: tuple[GrownBlock, ...] = (first,)  # valid until the next call
-        self.num_blocks += len(rows)
-        for number, follow in enumerate(self._grower.follow):
-            expected = grown[-1].next_starts[0].picked.origin.survival[: len(rows)]  # [batch, starts]
-            if not self._gates.ask(number, expected):
-                break
-            grown = (*grown, follow((), (start, grown)))
-            self.num_blocks += expected.numel()
-        return self._grower.tree((), tree_inputs(start, grown)).first(len(rows))
+        tree, num_blocks = self._grower.grow(keys, sizes, self._gates.ask)
+        self.num_blocks += num_blocks
+        return tree
 
     @torch.inference_mode()
     def commit(self, committed: Committed) -> None:

@@ -35,7 +35,7 @@ class EntryPool:
         """`sequences`, `live`: most sequences of a batch, and entries of a growing tree for each."""
         self.entries = network.traits.entries
         scratch = torch.arange(sequences * live, device=network.device).view(sequences, live)
-        self._scratch = num_slots * self.entries + scratch
+        self.scratch_places = num_slots * self.entries + scratch  # [sequences, live]
         places = num_slots * self.entries + sequences * live
         shape = (network.config.num_layers, 2, places, network.shape.kv_heads, network.shape.head_dim)
         # Same dtype as the target's pool: attention on a CPU computes in fp32.
@@ -51,7 +51,7 @@ class EntryPool:
 
     def scratch(self, batch: int, first: int, count: int) -> Tensor:
         """Return the pool indices of entries first .. first + count - 1 of each tree. # -> [batch, count] int64"""
-        return self._scratch[:batch, first : first + count]
+        return self.scratch_places[:batch, first : first + count]
 
 
 class EntryState:
@@ -65,7 +65,7 @@ class EntryState:
         self._pool = pool
         self.max_length = max_length
         known, ends, waiting = torch.zeros(3, rows, dtype=torch.int64, device=device)
-        self._tables = EntryTables(
+        self.tables = EntryTables(
             torch.zeros(rows, max_length + 1, pool.entries, dtype=torch.int64, device=device),
             known,
             ends,
@@ -79,21 +79,21 @@ class EntryState:
     @property
     def table(self) -> Tensor:
         """Pool indices of each row's entries, in order. # [rows, (max_length + 1) * entries] int64"""
-        return self._tables.places.flatten(1)
+        return self.tables.places.flatten(1)
 
     def known(self, rows: Tensor) -> Tensor:
         """Return the number of known entries. # rows [batch] -> [batch] int64"""
-        return self._tables.known[rows] * self._pool.entries
+        return self.tables.known[rows] * self._pool.entries
 
     def start(self, rows: list[int]) -> None:
         """Start sequences in these rows, without entries."""
-        tables = self._tables
+        tables = self.tables
         tables.known[rows] = tables.ends[rows] = tables.waiting[rows] = 0
 
     def adopt(self, row: int, slots: Tensor) -> None:
         """Start a row with the entries of a cached prefix, without positions that the drafter never ran.
         # slots [cached] int64"""
-        readable, tables = self._pool.holds(slots), self._tables
+        readable, tables = self._pool.holds(slots), self.tables
         column = (readable.cumsum(0) - 1).where(readable, tables.places.shape[1] - 1)
         tables.places[row, column] = self._pool.places(slots)
         tables.known[row] = readable.sum()
@@ -102,7 +102,7 @@ class EntryState:
     def append(self, rows: Tensor, starts: Tensor, counts: Tensor, slots: Tensor) -> None:
         """Add the committed positions starts .. starts + counts - 1, whose entries the caller runs at once. Their slots
         are marked as not run. # rows, starts, counts [batch] int64; slots [batch, count] int64, padding arbitrary"""
-        self._ops.add_entries(self._tables, rows, starts, counts, slots, None, None)
+        self._ops.add_entries(self.tables, rows, starts, counts, slots, None, None)
 
     def wait(
         self, rows: Tensor, starts: Tensor, counts: Tensor, slots: Tensor, features: Tensor, tokens: Tensor
@@ -110,12 +110,12 @@ class EntryState:
         """Add committed positions as `append` does, and queue their entries to be run; the queue must have room. #
         rows, starts, counts [batch]; slots [batch, count]; features [batch, count, taps * hidden]; tokens [batch,
         count] int64, the token after each position"""
-        self._ops.add_entries(self._tables, rows, starts, counts, slots, features, tokens)
+        self._ops.add_entries(self.tables, rows, starts, counts, slots, features, tokens)
 
     def padding(self, batch: int) -> tuple[Tensor, ...]:
         """Return the arguments of `wait` for dummy rows: rows, starts, counts [batch], slots, features, tokens
         [batch, WAITING, ...]."""
-        tables = self._tables
+        tables = self.tables
         features = tables.features.new_zeros(batch, WAITING, tables.features.shape[2])
         tokens = tables.tokens.new_zeros(batch, WAITING)
         start = tokens.new_zeros(batch)
@@ -124,13 +124,13 @@ class EntryState:
     def take(self, rows: Tensor, most: int) -> Waiting:
         """Remove and return at most `most` waiting entries of each row; the caller runs them at once.
         # rows [batch] -> [batch, most]"""
-        return self._ops.take_entries(self._tables, rows, most)
+        return self._ops.take_entries(self.tables, rows, most)
 
     def placed(self, rows: Tensor, waiting: Waiting, size: int) -> Placed:
         """Return pool places and positions for these entries, and for a block of `size` entries (0: none) at the
         newest. # rows [batch]"""
         scratch = self._pool.scratch(len(rows), 0, max(0, size - self._pool.entries))
-        return self._ops.place_entries(self._tables, rows, waiting.positions, waiting.slots, scratch, size)
+        return self._ops.place_entries(self.tables, rows, waiting.positions, waiting.slots, scratch, size)
 
 
 class Backlog:

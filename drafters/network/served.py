@@ -9,12 +9,13 @@ from torch.nn.functional import silu
 
 from drafters.calibration import class_logits
 from drafters.network.checkpoint import VOCABULARY
-from drafters.network.config import DrafterConfig
+from drafters.network.config import DrafterConfig, NetworkTraits
 from drafters.network.layers import LayerShape
 from drafters.network.model import FEATURE_SCALE, RANK_EPSILON
-from drafters.network.structure import Structure, WeightPlanner
+from drafters.network.structure import ServedFusedInput, Structure, WeightPlanner
 from kernels import ops
 from kernels.decoder_layer import RowPlaces
+from kernels.growth import BlockNetwork
 from kernels.lattice import TOP
 from kernels.layers import RunLayers
 
@@ -25,16 +26,16 @@ class _RankHead:
     def __init__(self, config: DrafterConfig, planner: WeightPlanner) -> None:
         weights = planner.weights
         self._corrects_draft = config.traits.rank_head.from_draft
-        self._norm = planner.norm("rank_norm.weight", RANK_EPSILON) if config.traits.rank_head.normalised else None
-        self._hidden = planner.product(weights["rank_head.0.weight"], weights.get("rank_head.0.bias"))
-        self._classes = planner.product(weights["rank_head.2.weight"], weights.get("rank_head.2.bias"))
+        self.norm = planner.norm("rank_norm.weight", RANK_EPSILON) if config.traits.rank_head.normalised else None
+        self.hidden = planner.product(weights["rank_head.0.weight"], weights.get("rank_head.0.bias"))
+        self.classes = planner.product(weights["rank_head.2.weight"], weights.get("rank_head.2.bias"))
 
     def __call__(self, states: Tensor, features: Tensor) -> Tensor:
         """# states [..., hidden], features [..., 15] -> [..., 4] float32"""
         known, features = features, features.to(states.dtype)
-        if self._norm is not None:
-            states, features = self._norm(states), features * FEATURE_SCALE
-        logits = self._classes(silu(self._hidden(torch.cat([states, features], dim=-1)))).float()
+        if self.norm is not None:
+            states, features = self.norm(states), features * FEATURE_SCALE
+        logits = self.classes(silu(self.hidden(torch.cat([states, features], dim=-1)))).float()
         return logits + class_logits(known[..., :TOP]) if self._corrects_draft else logits
 
 
@@ -58,6 +59,28 @@ class _Planned:
         self.head = planner.product(weights["lm_head.weight"])
         self.rank_head = _RankHead(config, planner)
         self.path_head = structure.served_path_head(planner)
+        self.block_network = self._block_network(config, planner)
+
+    def _block_network(self, config: DrafterConfig, planner: WeightPlanner) -> BlockNetwork | None:
+        """Return the weights for `plan_growth`. Returns None if blocks are not computed as SpecBlock's."""
+        inputs, ranks, parts = self.blocks, self.rank_head, config.traits.normed_parts
+        others = config.traits._replace(normed_parts=0, shifts=0, entries=1, restarts=False)
+        if not isinstance(inputs, ServedFusedInput) or ranks.norm is None or others != NetworkTraits(0):
+            return None
+        return BlockNetwork(
+            *(self.condition, inputs.known, self.head, ranks.hidden, ranks.classes, self.layers, self.shifts),
+            feature_norms=self.gains,
+            condition_norm=inputs.condition_norm.weight,
+            token_norm=inputs.token_norm.weight,
+            output_norm=planner.weights["decoder.norm.weight"].detach(),
+            queries=inputs.queries,
+            rank_norm=ranks.norm.weight,
+            parts=parts,
+            broadcast=inputs.broadcast,
+            epsilon=inputs.token_norm.epsilon,
+            rank_epsilon=ranks.norm.epsilon,
+            feature_scale=FEATURE_SCALE,
+        )
 
     def runs(self, pool: Tensor) -> list[RunLayers]:
         """Return one callable per layer, planned for this pool. # pool as `EntryPool.storage`"""
@@ -124,6 +147,11 @@ class ServingNetwork:
         self.d2t.copy_(d2t)
         self.t2d.fill_(-1)
         self.t2d[self.d2t] = torch.arange(len(d2t), device=self.device)
+
+    @property
+    def block_network(self) -> BlockNetwork | None:
+        """The current weights for `plan_growth`, or None if it does not support the network."""
+        return self._planned.block_network
 
     def condition(self, features: Tensor) -> Tensor:
         """Return the condition c of tapped target features. # features [rows, taps * hidden] -> [rows, hidden]"""

@@ -82,7 +82,7 @@ class BlockForward:
         self._silent = network.traits.silent
         rotary = partial(network.shape.rotary, dtype=network.dtype)
         # A block may start at the deepest node.
-        self._rotary = RotaryTable(rotary, state.max_length + self._size, network.device)
+        self.rotary = RotaryTable(rotary, state.max_length + self._size, network.device)
 
     def ingest(self, rows: Tensor, waiting: Waiting) -> None:
         """Run waiting entries without drafting. # rows [batch]"""
@@ -169,7 +169,7 @@ class BlockForward:
         plan = network.ops.plan_attention(
             rows, self._state.table, query_heads=shape.query_heads, kv_heads=shape.kv_heads
         )
-        cos, sin = self._rotary(positions.flatten())
+        cos, sin = self.rotary(positions.flatten())
         return RowPlaces(cos, sin, slots.flatten().contiguous(), plan)  # a view if each sequence has one row
 
 
@@ -206,7 +206,7 @@ class InjectedForward(BlockForward):
     def _inject(self, waiting: Waiting) -> Tensor:
         """Write keys and values of waiting positions, and return their conditions. # -> [batch, count, hidden]"""
         context = self._network.condition(waiting.features.flatten(0, 1))
-        cos, sin = self._rotary(waiting.positions.clamp(min=0).flatten())
+        cos, sin = self.rotary(waiting.positions.clamp(min=0).flatten())
         places = RowPlaces(cos, sin, self._pool.places(waiting.slots).flatten().contiguous(), _StoreOnly())
         self._network.inject(context, places, self._pool.storage)
         return context.view(*waiting.tokens.shape, -1)

@@ -38,6 +38,41 @@ class ServedLayer(Protocol):
         """Write the rows' keys and values to the pool, and compute nothing further. # hidden [rows, width]"""
 
 
+@dataclass(frozen=True, slots=True)
+class ServedNorm:
+    """Serving form of an RMS norm."""
+
+    weight: Tensor  # [width]
+    epsilon: float
+    ops: Ops
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Norm the last dimension. # x [..., width] -> like x"""
+        return self.ops.add_rms_norm(x.contiguous(), None, self.weight, self.epsilon)
+
+
+@dataclass(frozen=True, slots=True)
+class ServedFusedInput:
+    """Serving form of the input layer of fused condition, token and position query (`FusedInput` of SpecBlock)."""
+
+    condition_norm: ServedNorm
+    token_norm: ServedNorm
+    known: Product  # of condition and token
+    queries: Tensor  # [block, hidden], the queries' part of all inputs
+    broadcast: bool
+
+    def __call__(self, context: Tensor, embedded: Tensor) -> Tensor:
+        """Compute the inputs of all entries; see `ServedInput`. # context, embedded [rows, hidden or more]"""
+        state = context[:, -self.queries.shape[1] :]  # of a wider context the state at which the block starts
+        normed = [self.condition_norm(state), self.token_norm(embedded.to(context.dtype))]
+        seen = self.known(torch.cat(normed, dim=-1))[:, None]
+        if self.broadcast:
+            return seen + self.queries
+        fused = self.queries.expand(len(seen), -1, -1).clone()
+        fused[:, :1] += seen
+        return fused
+
+
 @dataclass(slots=True)
 class WeightPlanner:
     """Binds weights to the ops of their device. `kept` lists the tensors that the ops read, in order, if `copies` is
@@ -56,10 +91,9 @@ class WeightPlanner:
             self.kept.append(value)
         return value
 
-    def norm(self, name: str, epsilon: float) -> Callable[[Tensor], Tensor]:
-        """Return the RMS norm with the weight of that name, a function of [..., width]."""
-        add_rms_norm, weight = self.ops.add_rms_norm, self.tensor(self.weights[name])
-        return lambda x: add_rms_norm(x.contiguous(), None, weight, epsilon)
+    def norm(self, name: str, epsilon: float) -> "ServedNorm":
+        """Return the RMS norm with the weight of that name."""
+        return ServedNorm(self.tensor(self.weights[name]), epsilon, self.ops)
 
     def product(self, weight: Tensor, bias: Tensor | None = None) -> Product:
         """Return the matrix product with a weight. # weight [out, in], bias [out]"""

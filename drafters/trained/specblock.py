@@ -46,7 +46,7 @@ from drafters.network.kind import TrainedKind
 from drafters.network.layers import Input, LayerShape
 from drafters.network.model import RANK_CLASSES
 from drafters.network.serving import BlockForward
-from drafters.network.structure import ServedInput, Structure, WeightPlanner, feature_norms
+from drafters.network.structure import ServedFusedInput, ServedInput, Structure, WeightPlanner, feature_norms
 from drafters.training.forward import TrainingForward
 from drafters.training.initialise import InputSums
 
@@ -170,7 +170,7 @@ class FusedStructure(Structure):
         return FusedInput(self.config, self.shape, broadcast=self.broadcast)
 
     def served_input(self, planner: WeightPlanner) -> ServedInput:
-        hidden, epsilon, broadcast = self.shape.hidden, self.shape.epsilon, self.broadcast
+        hidden, epsilon = self.shape.hidden, self.shape.epsilon
         condition_norm = planner.norm("input_layer.condition_norm.weight", epsilon)
         token_norm = planner.norm("input_layer.token_norm.weight", epsilon)
         fuse = planner.weights["input_layer.fuse.weight"]
@@ -180,18 +180,7 @@ class FusedStructure(Structure):
         # The queries' part of W_fuse [...] is the same in every block: it is computed once.
         added = linear(queries.float(), fuse[:, 2 * hidden :].float())
         added = planner.tensor(added.to(fuse.dtype))  # [block, hidden]
-
-        def blocks(context: Tensor, embedded: Tensor) -> Tensor:
-            state = context[:, -hidden:]  # of a wider context, the last part is the state at which the block starts
-            normed = [condition_norm(state), token_norm(embedded.to(context.dtype))]
-            seen = known(torch.cat(normed, dim=-1))[:, None]
-            if broadcast:
-                return seen + added
-            fused = added.expand(len(seen), -1, -1).clone()
-            fused[:, :1] += seen
-            return fused
-
-        return blocks
+        return ServedFusedInput(condition_norm, token_norm, known, added, self.broadcast)
 
 
 class BlockStructure(FusedStructure):

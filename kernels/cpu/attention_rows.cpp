@@ -4,8 +4,7 @@
 #include <vector>
 
 #include "export.h"
-
-namespace {
+#include "growth.h"
 
 // Writes for each group (index of its first row in `order`, number of rows, row of the slot table); returns their number.
 int64_t plan_rows(const int64_t* sequence, const int64_t* positions, const int64_t* node, int64_t num_rows,
@@ -37,7 +36,5 @@ int64_t plan_rows(const int64_t* sequence, const int64_t* positions, const int64
     for (int64_t row = 0; row < num_rows; row++) order[first[sequence[row]]++] = int32_t(row);
     return count;
 }
-
-}  // namespace
 
 EXPORT(plan_rows)

@@ -4,18 +4,9 @@
 #include <cstring>
 
 #include "export.h"
-
-namespace {
+#include "growth.h"
 
 constexpr int64_t NULL_SLOT = 0;
-
-struct Entries {
-    int64_t *places, *known, *ends, *waiting;
-    char* features;
-    int64_t* tokens;
-    bool* held;
-    int64_t positions, entries, room, feature_bytes;  // columns of `places` and of what waits, bytes of one position
-};
 
 void add_entries(const Entries* of, const int64_t* rows, const int64_t* starts, const int64_t* counts, int64_t batch,
                  const int64_t* slots, int64_t count, const char* features, const int64_t* tokens) {
@@ -77,8 +68,6 @@ void place_entries(const Entries* of, const int64_t* rows, int64_t batch, const 
         }
     }
 }
-
-}  // namespace
 
 EXPORT(add_entries)
 EXPORT(take_entries)

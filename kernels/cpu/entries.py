@@ -23,7 +23,7 @@ def add_entries(
     else:
         waiting = contiguous(features.to(tables.features.dtype), tokens)
     batch, count = slots.shape
-    call("add_entries", _structure_of(tables), rows, starts, counts, batch, slots, count, *waiting)
+    call("add_entries", tables_of(tables), rows, starts, counts, batch, slots, count, *waiting)
 
 
 def take_entries(tables: EntryTables, rows: Tensor, most: int) -> Waiting:
@@ -31,7 +31,7 @@ def take_entries(tables: EntryTables, rows: Tensor, most: int) -> Waiting:
     rows = rows.contiguous()
     features = tables.features.new_empty(rows.shape[0], most, tables.features.shape[2])
     waiting = Waiting(features, *rows.new_empty(3, rows.shape[0], most).unbind())
-    call("take_entries", _structure_of(tables), rows, rows.shape[0], most, *waiting)
+    call("take_entries", tables_of(tables), rows, rows.shape[0], most, *waiting)
     return waiting
 
 
@@ -44,12 +44,12 @@ def place_entries(
     placed = Placed(torch.empty_like(rows), rows.new_empty(batch, size), *rows.new_empty(3, batch, width).unbind())
     rows, positions, slots, scratch = contiguous(rows, positions, slots, scratch)
     block = scratch, scratch.shape[1], size
-    call("place_entries", _structure_of(tables), rows, batch, positions, slots, count, *block, *placed)
+    call("place_entries", tables_of(tables), rows, batch, positions, slots, count, *block, *placed)
     return placed
 
 
 @remembered
-def _structure_of(tables: EntryTables) -> CStruct:
+def tables_of(tables: EntryTables) -> CStruct:
     """Build the C structure `Entries` of entries.cpp."""
     features = tables.features
     sizes = *tables.places.shape[1:], features.shape[1], features.shape[2] * features.itemsize

@@ -5,28 +5,16 @@
 #include <vector>
 
 #include "export.h"
+#include "growth.h"
 
 namespace {
 
-constexpr int RANKS = 10, CLASSES = 4;  // the last class is beyond the ranks
+constexpr int CLASSES = RANK_CLASSES;
 constexpr int CLASS_OF_RANK[RANKS] = {0, 1, 1, 1, 2, 2, 2, 2, 2, 2};
 constexpr float LEAST = 1e-9f;
 constexpr int64_t MAX_DEPTH = 64;
 
-struct Origin {  // [batch, starts] each
-    int64_t *node, *depth;
-    float* survival;
-};
-
-struct Picked {
-    Origin origin;
-    int64_t *tokens, *start, *position;
-};
-
-struct Nodes {  // [batch, starts, block, rank] each
-    int64_t *tokens, *parents, *depths;
-    float* survival;
-};
+}  // namespace
 
 void spread_classes(const float* logits, const float* logprobs, int64_t rows, int64_t features, float ceiling,
                     float* chances) {
@@ -87,8 +75,6 @@ void grow_lattice(const Origin* from, int64_t batch, int64_t starts, const float
         }
     }
 }
-
-}  // namespace
 
 EXPORT(spread_classes)
 EXPORT(grow_lattice)

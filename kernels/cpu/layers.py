@@ -95,15 +95,20 @@ class PackedWeight(QuantisedWeight):
         return sum(part.tiles.nbytes for part in self._parts)
 
     def lookup(self, outputs: Tensor) -> Tensor:  # [...] int64 -> [..., in]
-        assert len(self._parts) == 1, "a joined matrix is not looked up"
         y = torch.empty(*outputs.shape, self.shape[1], dtype=self.dtype)
-        wanted = self._parts[0].structure, outputs.contiguous(), outputs.numel(), self.shape[1]
+        wanted = self.only_part, outputs.contiguous(), outputs.numel(), self.shape[1]
         call("lookup_quantised", *wanted, y, dtype=self.dtype)
         return y
 
+    @property
+    def only_part(self) -> CStruct:
+        """The C structure of the weight, if it was not joined."""
+        assert len(self._parts) == 1, "a joined matrix is not looked up"
+        return self._parts[0].structure
+
     def plan(self, bias: Tensor | None) -> PackedLinear:  # bias [out]
-        parts = _as_tensor(b"".join(part.structure for part in self._parts))
-        matrix = _as_tensor(CStruct(parts, len(self._parts)))
+        parts = as_tensor(b"".join(part.structure for part in self._parts))
+        matrix = as_tensor(CStruct(parts, len(self._parts)))
         return PackedLinear("linear_quantised", matrix, self.shape[::-1], bias, self.dtype, kept=(parts, self._parts))
 
 
@@ -124,7 +129,7 @@ def keep_blocks(
     return PackedWeight([_Part(out, tiles, structure)], columns, dtype)
 
 
-def _as_tensor(structure: bytes) -> Tensor:
+def as_tensor(structure: bytes) -> Tensor:
     """Copy a structure to a tensor, which has an address. # -> [bytes] uint8"""
     return torch.frombuffer(bytearray(structure), dtype=torch.uint8)
 
@@ -170,10 +175,10 @@ class CompiledLayers:
     def __init__(self, layers: "Sequence[DecoderLayer]", pools: Sequence[Tensor]) -> None:
         self._pools = pools
         self._structures = [_structure_of(layer, pool) for layer, pool in zip(layers, pools, strict=True)]
-        self._joined = b"".join(self._structures)
+        self.joined = as_tensor(b"".join(self._structures))
         # Intermediate results of a row: the normed input, then either queries, attention output and fused QKV product,
         # or SwiGLU output and fused gate-up product.
-        self._scratch = max(
+        self.scratch = max(
             output.out + max(2 * output.columns + query_key_value.out, down.columns + gate_up.out)
             for query_key_value, output, gate_up, down in map(_packed, layers)
         )
@@ -184,11 +189,9 @@ class CompiledLayers:
         assert isinstance(attention, CompiledAttention), "attention was planned by other ops"
         assert hidden.is_contiguous(), "it is changed in place"
         result, rows = torch.empty_like(hidden), hidden.shape[0]
-        scratch, where = hidden.new_empty(rows * self._scratch), (places.cos, places.sin, places.slots)
+        scratch, where = hidden.new_empty(rows * self.scratch), (places.cos, places.sin, places.slots)
         at = CStruct(*where, *attention.rows.words, *attention.groups_and_table)
-        call(
-            "decode", self._joined, len(self._structures), at, hidden, delta, result, rows, scratch, dtype=hidden.dtype
-        )
+        call("decode", self.joined, len(self._structures), at, hidden, delta, result, rows, scratch, dtype=hidden.dtype)
         return result
 
 

@@ -3,14 +3,15 @@
 #include <cmath>
 
 #include "export.h"
+#include "growth.h"
 #include "team.h"
 #include "vector.h"
 
 namespace {
 
-constexpr int TOP = 10;
+constexpr int TOP = RANKS;
 constexpr int GAPS[] = {1, 2, 4};  // ranks, from 0, whose distance to the first is a feature
-constexpr int FEATURES = TOP + 3 + 2;
+constexpr int FEATURES = RANK_FEATURES;
 constexpr int AT_ONCE = 4;         // vectors that are compared before anything is looked at closely
 constexpr int64_t FEW = 1 << 16;   // elements below which helpers cost more than they save
 constexpr float LOWEST = -1e30f;
@@ -75,6 +76,8 @@ void one_row(const T* scores, int64_t vocab, float* features, int64_t* ids) {
     features[TOP + 4] = log_sum - mean / sum;
 }
 
+}  // namespace
+
 template <class T>
 void rank_features(const T* scores, int64_t rows, int64_t vocab, float* features, int64_t* ids) {
     for_each(rows, rows * vocab <= FEW, [=](int64_t row) {
@@ -82,6 +85,7 @@ void rank_features(const T* scores, int64_t rows, int64_t vocab, float* features
     });
 }
 
-}  // namespace
+template void rank_features(const bf16*, int64_t, int64_t, float*, int64_t*);
+template void rank_features(const float*, int64_t, int64_t, float*, int64_t*);
 
 EXPORT_TYPES(rank_features)

@@ -4,6 +4,7 @@
 #include <cmath>
 
 #include "export.h"
+#include "growth.h"
 #include "gumbel.h"
 #include "team.h"
 #include "vector.h"
@@ -88,6 +89,8 @@ void choose(const T* scores, const int32_t* keys, const float* temperatures, int
     });
 }
 
+}  // namespace
+
 void gumbel_noise(const int32_t* keys, const int32_t* tokens, float* noise, int64_t rows, int64_t count) {
     for_each(rows, rows * count <= FEW, [=](int64_t row) {
         for (int64_t i = 0; i < count; i += LANES) {
@@ -99,7 +102,6 @@ void gumbel_noise(const int32_t* keys, const int32_t* tokens, float* noise, int6
     });
 }
 
-}  // namespace
 
 EXPORT_TYPES(choose)
 EXPORT(gumbel_noise)

@@ -3,6 +3,7 @@
 #include <memory>
 
 #include "export.h"
+#include "growth.h"
 #include "trees.h"
 
 namespace {
@@ -63,12 +64,7 @@ void count_claims(const Hits* hits, float* bins, int64_t num_bins, float bin_dec
     hits->estimate();
 }
 
-// The newest tree of each row, [rows, width] each.
-struct Proposed {
-    int64_t *tokens, *parents, *depths;
-    float* predicted;
-    int64_t *buckets, width;
-};
+}  // namespace
 
 void keep_proposed(const Proposed* log, const int64_t* rows, int64_t batch, const Trees* trees, const int64_t* chosen,
                    const float* predicted, const int64_t* buckets, int64_t count) {
@@ -85,6 +81,8 @@ void keep_proposed(const Proposed* log, const int64_t* rows, int64_t batch, cons
         }
     }
 }
+
+namespace {
 
 void judge_proposed(const Proposed* log, const Hits* hits, const int64_t* rows, int64_t batch, const int64_t* tokens,
                     int64_t longest, const int64_t* lengths, int64_t next_block, int64_t* came) {

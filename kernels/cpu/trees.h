@@ -28,3 +28,6 @@ void ancestor_matrix(const int64_t* parents, int64_t batch, int64_t nodes, bool*
 // Which nodes the committed tokens after the root tried, and which of these nodes they contain.
 void fates(const int64_t* tokens, const int64_t* parents, const int64_t* depths, int64_t batch, int64_t width,
                       const int64_t* committed, int64_t longest, const int64_t* counts, bool* tried, bool* came_true);
+
+// Keeps the likeliest nodes; with `merges` each path once.
+void merge_trees(const Trees* raw, int64_t batch, int merges, const Trees* merged, int64_t* chosen);

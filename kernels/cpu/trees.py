@@ -103,7 +103,7 @@ def keep_proposed(
 ) -> None:
     """Same as the reference op. # chosen [batch, nodes of the tree]; predicted [batch, all nodes]"""
     rows, *values = contiguous(rows, chosen, predicted, buckets)
-    call("keep_proposed", _log_of(log), rows, tree.batch, trees_of(tree), *values, buckets.numel())
+    call("keep_proposed", log_of(log), rows, tree.batch, trees_of(tree), *values, buckets.numel())
 
 
 def judge_proposed(
@@ -112,7 +112,7 @@ def judge_proposed(
     """Same as the reference op. # tokens [batch, longest] -> [2]"""
     rows, tokens, lengths = contiguous(rows, tokens, lengths)
     (batch, longest), came = tokens.shape, rows.new_empty(2)
-    call("judge_proposed", _log_of(log), _hits_of(counts), rows, batch, tokens, longest, lengths, next_block, came)
+    call("judge_proposed", log_of(log), _hits_of(counts), rows, batch, tokens, longest, lengths, next_block, came)
     return came
 
 
@@ -162,7 +162,7 @@ def _hits_of(counts: HitCounts) -> CStruct:
 
 
 @remembered
-def _log_of(log: Proposed) -> CStruct:
+def log_of(log: Proposed) -> CStruct:
     """Build the C structure `Proposed` of survival.cpp."""
     return CStruct(*log, log.tokens.shape[1])
 

@@ -25,11 +25,12 @@ from drafters.network.model import SpecBlock
 from drafters.trained_kinds import OF_TARGETS
 from drafters.training.corpus import Example, TrainingError
 from drafters.training.fit import Length
+from kernels.layers import Embedding
 from service.api.prompts import render
 from service.api.schemas import ChatMessage, ChatTemplateFields, text_of
 from service.assembly import device_of, load_target
 from service.config import ServiceConfig
-from service.drafter import embed_with, local_folder
+from service.drafter import local_folder
 from service.engine.weights import LoadedModel, completed, target_config
 from service.errors import RequestError, StartupError
 from service.learning.features import FEATURE_SHARE, make_features, make_folder, processes
@@ -171,7 +172,7 @@ def _load(folder: Path, loaded: LoadedModel) -> SpecBlock:
 
 def _judge(old: SpecBlock, new: SpecBlock, apart: Sequence[Example], loaded: LoadedModel) -> GateDecision:
     """Compare two drafters by the gate, on held-out texts."""
-    replay = replay_of(embed_with(loaded.parts.embedding), beside_memory=False)
+    replay = replay_of(Embedding(loaded.parts.embedding), beside_memory=False)
     before, after = ([replay(model, text) for text in apart] for model in (old, new))
     gate = Gate(min_texts=_GATE.gate_texts, alpha=_GATE.gate_alpha, judgements=1)
     return gate.decide(after, before, before)

@@ -33,9 +33,10 @@ from drafters.network.model import DrafterConfig
 from drafters.network.recording import FeedbackRecorder
 from drafters.network.served import ServingNetwork
 from kernels.cpu.library import use_threads
+from kernels.layers import Embedding
 from service.assembly import Assembly, device_of, load_target
 from service.config import ServiceConfig
-from service.drafter import LoadedDrafter, choose_drafter, embed_with, load_drafter, load_network, source_of
+from service.drafter import LoadedDrafter, choose_drafter, load_drafter, load_network, source_of
 from service.engine.budget import Budget
 from service.engine.engine import Engine, EngineLimits
 from service.engine.stats import StepStats
@@ -147,7 +148,7 @@ def build_adaptive(
         weights=source.weights,
         target_head=parts.head,
         prepare=network.prepare,
-        embed=embed_with(train_table),
+        embed=Embedding(train_table),
         embedding=table,
         blocks=source.serving.blocks,
         made=source.made,
@@ -202,7 +203,7 @@ def build_trainer(config: ServiceConfig) -> tuple[Worker, Replicas]:
         weights=weights_of(network),
         target_head=loaded.parts.head,
         prepare=in_place(network),
-        embed=embed_with(loaded.parts.embedding),
+        embed=Embedding(loaded.parts.embedding),
         embedding=None,
         blocks=config.draft_blocks,
         made=loaded.initial_drafter is None,

@@ -34,9 +34,9 @@ from drafters.training.initialise import initialise
 from drafters.training.objective import Objective, ObjectiveSettings
 from drafters.training.parallel import Ranks, local_device
 from drafters.training.replay import HeldOutScores, examine
+from kernels.layers import Embedding
 from service.assembly import device_of, load_target
 from service.config import ServiceConfig
-from service.drafter import embed_with
 from service.engine.initial_drafter import layers_for, target_end
 from service.engine.weights import LoadedModel
 from service.errors import StartupError
@@ -275,7 +275,7 @@ def _begin(loaded: LoadedModel, plan: FitPlan, manifest: Manifest, examples: lis
         model = _model(plan, shape, manifest.tap_layers, d2t).to(loaded.model.device)
         model.lm_head.weight.requires_grad_(loaded.parts.head is None)
     optimizer = make_optimizer(model, plan.settings)
-    embed = embed_with(loaded.parts.embedding)
+    embed = Embedding(loaded.parts.embedding)
     if saved is not None:
         position = saved.take_up(model, optimizer)
         say(f"{saved.path}: resuming at step {position.step}")

@@ -1,6 +1,6 @@
 """A tiny random SpecBlock drafter and its borrowed embedding."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
@@ -20,6 +20,7 @@ from drafters.protocol import Committed, DraftingSizes, Noise, Read
 from drafters.tree import Candidates, DraftTree, VerifyResult
 from kernels.graph_runner import Capture
 from kernels.lattice import NUM_FEATURES
+from kernels.layers import Embedding
 from service.engine.initial_drafter import layers_for
 from tests.tiny_models import VOCAB_SIZE, stock_tiny
 
@@ -84,14 +85,9 @@ def tiny_table(hidden: int, seed: int = 1) -> Tensor:
     return torch.randn(VOCAB_SIZE, hidden, generator=torch.Generator().manual_seed(seed))
 
 
-def tiny_embedding(hidden: int, seed: int = 1) -> Callable[[Tensor], Tensor]:
+def tiny_embedding(hidden: int, seed: int = 1) -> Embedding:
     """A random embedding of the tiny vocabulary."""
-    table = tiny_table(hidden, seed)
-
-    def embed(tokens: Tensor) -> Tensor:
-        return embedding(tokens, table)
-
-    return embed
+    return Embedding(tiny_table(hidden, seed))
 
 
 class FedDrafter:

@@ -14,7 +14,7 @@ from drafters.training.initialise import InputSums, explained
 from drafters.training.objective import Objective, ObjectiveSettings
 from drafters.training.replay import examine, replay_beside_memory
 from kernels import ops
-from service.drafter import embed_with
+from kernels.layers import Embedding
 from tests.drafters.training.parts import random_shard, trainable_drafter
 from tests.service.engine.elsewhere import ELSEWHERE, claims
 from tests.tiny_models import VOCAB_SIZE
@@ -51,7 +51,7 @@ def _network_there() -> SpecBlock:
 
 @pytest.fixture(name="embed")
 def _table_there(model: SpecBlock) -> Embed:
-    return embed_with(torch.randn(VOCAB_SIZE, model.config.hidden_size).to(ELSEWHERE))
+    return Embedding(torch.randn(VOCAB_SIZE, model.config.hidden_size).to(ELSEWHERE))
 
 
 def test_an_input_is_solved_there(model: SpecBlock, embed: Embed, examples: list[Example]) -> None:

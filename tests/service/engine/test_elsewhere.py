@@ -11,7 +11,8 @@ from drafters.network.served import ServingNetwork
 from drafters.registry import TrainedWeights
 from kernels import ops
 from kernels.graph_runner import rerun
-from service.drafter import embed_with, make_drafter
+from kernels.layers import Embedding
+from service.drafter import make_drafter
 from service.engine.budget import FixedBudget
 from service.engine.captured import capture_forwards
 from service.engine.engine import Engine
@@ -53,7 +54,7 @@ def engine_elsewhere(loaded: LoadedModel, drafter: str, nodes: int, *, captured:
 def weights_elsewhere(loaded: LoadedModel) -> TrainedWeights:
     model = tiny_drafter(trained_length=64)
     network = ServingNetwork(model.config, {name: value.to(ELSEWHERE) for name, value in weights_of(model).items()})
-    return TrainedWeights(network, embed_with(loaded.parts.embedding), blocks=2, starts=2)
+    return TrainedWeights(network, Embedding(loaded.parts.embedding), blocks=2, starts=2)
 
 
 @pytest.fixture(name="loaded", autouse=True)

@@ -22,8 +22,8 @@ from drafters.network.checkpoint import CARD_FILE, WEIGHTS_FILE
 from drafters.training.corpus import TOP, Example
 from drafters.training.fit import FitLoop, FitReport, Length
 from drafters.training.replay import replay_blocks
+from kernels.layers import Embedding
 from service.assembly import assemble
-from service.drafter import embed_with
 from service.errors import StartupError
 from service.learning.adapt import LoggedChat
 from service.learning.commands import KEPT_EXIT_CODE
@@ -161,7 +161,7 @@ def test_a_log_that_teaches_makes_a_better_drafter(target: Path, drafters: Path,
     loaded, taus = load(target), list[float]()
     for folder in (drafters, adapted):
         model = published.load(folder / name, loaded.parts, dtype=torch.float32, device="cpu")
-        embed, texts = embed_with(loaded.parts.embedding), unseen(target, model.config.tap_layers)
+        embed, texts = Embedding(loaded.parts.embedding), unseen(target, model.config.tap_layers)
         taus.append(sum(replay_blocks(model, embed, text, every=1, nodes=8).tau for text in texts) / len(texts))
     assert taus[1] > taus[0] + 0.5
     assert (before, after) == pytest.approx(taus, abs=0.2), "other texts of the same language"
