@@ -76,7 +76,14 @@ def commit(made: SpecBlockDrafter, rows: list[int], roots: list[int], count: int
 
 @pytest.mark.parametrize(
     ("temperature", "filters"),
-    [(0.0, None), (0.7, None), (1.0, (0.05, 0, 1.0)), (1.0, (0.0, 5, 1.0)), (0.7, (0.0, 0, 0.6)), (1.0, (0.01, 20, 0.9))],
+    [
+        (0.0, None),
+        (0.7, None),
+        (1.0, (0.05, 0, 1.0)),
+        (1.0, (0.0, 5, 1.0)),
+        (0.7, (0.0, 0, 0.6)),
+        (1.0, (0.01, 20, 0.9)),
+    ],
 )
 @pytest.mark.parametrize(
     "changes",
