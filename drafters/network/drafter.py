@@ -119,7 +119,7 @@ class SpecBlockDrafter(Drafter):
         elif self._has_grown:
             outcome = self._grower.pass_by((rows, counts, slots, committed.tokens))
         else:  # deferred, so that a suspended drafter costs little
-            self._never_run.append(slots.flatten())
+            self._never_run.append(slots.flatten().clone())  # the next step overwrites them
         self._has_grown = False
         self._gates.end(outcome)
 

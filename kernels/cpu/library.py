@@ -8,9 +8,9 @@ import os
 import struct
 import threading
 from collections.abc import Callable
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -39,6 +39,9 @@ _NAMES = {torch.bfloat16: "bf16", torch.float32: "float"}
 """Suffix of an export's name for each supported activation type."""
 
 _C_TYPES = {"p": ctypes.c_void_p, "n": ctypes.c_int64, "i": ctypes.c_int, "f": ctypes.c_float}
+
+
+Made = TypeVar("Made")
 
 
 class _Export(ctypes.Structure):
@@ -76,7 +79,18 @@ def remembered(build: Callable[[Any], CStruct]) -> Callable[[Any], CStruct]:
     return structure_of
 
 
-_MOST_REMEMBERED = 4
+def kept(build: Callable[..., Made]) -> Callable[..., Made]:
+    """Keep the buffers that `build` makes of sizes, for the last sizes and each thread: a step allocates nothing, and a
+    call overwrites the results of the last one of the same sizes."""
+    found = lru_cache(maxsize=_MOST_KEPT)(lambda thread, *sizes: build(*sizes))
+
+    def kept_of(*sizes: int) -> Made:
+        return found(threading.get_ident(), *sizes)
+
+    return kept_of
+
+
+_MOST_REMEMBERED, _MOST_KEPT = 4, 256
 _PASSED_AS_THEY_ARE = frozenset((int, bool, float, bytes, CStruct, type(None)))
 
 

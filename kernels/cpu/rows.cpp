@@ -15,7 +15,7 @@ struct Nodes {
 };
 
 struct Columns {
-    int64_t *tokens, *positions, *sequence, *node, *table_rows, *ends, *node_slots;
+    int64_t *tokens, *positions, *sequence, *node, *slots, *table_rows, *ends, *node_slots, *node_depths;
     int64_t *logit_rows, *logit_sequence, *logit_places, *completing, *num_nodes;
     bool* ancestors;
 };
@@ -27,17 +27,18 @@ void lay_out_rows(const Extend* extends, int64_t lines, const int64_t* read, int
     for (int64_t line = 0; line < lines; line++) extend_rows += extends[line].tokens, choosing += extends[line].completes;
     const Columns to = *columns;
     std::fill(to.node_slots, to.node_slots + lines * width, 0);
+    std::copy_n(nodes->depths, lines * width, to.node_depths);
     int64_t row = 0, complete = 0, below = extend_rows, logit = choosing;
     for (int64_t line = 0; line < lines; line++) {
         const Extend& extend = extends[line];
         to.table_rows[line] = extend.table_row, to.ends[line] = extend.start + extend.tokens - 1;
         for (int64_t i = 0; i < extend.tokens; i++, row++) {
             to.tokens[row] = read[row], to.positions[row] = extend.start + i, to.sequence[row] = line, to.node[row] = ROOT;
-            table[extend.table_row * table_width + extend.start + i] = nodes->slots[row];
+            table[extend.table_row * table_width + extend.start + i] = to.slots[row] = nodes->slots[row];
         }
         for (int64_t i = 0, at = line * width; i < extend.nodes; i++, at++, below++, logit++) {
             to.tokens[below] = nodes->tokens[at], to.positions[below] = to.ends[line] + nodes->depths[at];
-            to.sequence[below] = line, to.node[below] = i, to.node_slots[at] = nodes->slots[below];
+            to.sequence[below] = line, to.node[below] = i, to.node_slots[at] = to.slots[below] = nodes->slots[below];
             to.logit_rows[logit] = below, to.logit_sequence[logit] = complete, to.logit_places[logit] = i + 1;
         }
         if (!extend.completes) continue;

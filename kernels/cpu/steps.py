@@ -8,11 +8,12 @@ import torch
 from torch import Tensor
 
 from kernels import sample as reference
-from kernels.cpu.library import CStruct, call, contiguous
+from kernels.cpu.library import CStruct, call, contiguous, kept
+from kernels.cpu.tree_attention import PlannedRows
 from kernels.rows import ExtendRows, ForwardRows, Place
 from kernels.sample import ChosenTokens, Filters, row_keys
 from kernels.settle import Verified
-from kernels.tree_attention import MAX_DEPTH, AttentionRows
+from kernels.tree_attention import MAX_DEPTH
 from kernels.trees import DraftTree
 
 
@@ -32,16 +33,21 @@ def lay_out_rows(
         completing += extend.completes
         sequences.extend((extend.table_row, extend.start, len(extend.tokens), extend.completes, count))
         read.extend(extend.tokens)
-    choosing = completing + rows - len(read)
-    sizes = [[rows]] * 4 + [[lines]] * 2 + [[lines, width]] + [[choosing]] * 3 + [[completing]] * 2
-    columns = [torch.empty(size, dtype=torch.int64) for size in sizes]
-    ancestors = torch.empty(lines, width, width, dtype=torch.bool)
+    laid_out, written = _rows_of(lines, width, rows, len(read), completing)
     drafted = CStruct(*contiguous(slots, tree.tokens, tree.parents, tree.depths))
-    written, host = CStruct(*columns, ancestors), (sequences.tobytes(), lines, read.tobytes(), width)
-    call("lay_out_rows", *host, drafted, table, table.shape[1], written)
-    tokens, positions, sequence, node, table_rows, extend_end, node_slots, *chosen = columns
-    attention = AttentionRows(sequence, positions, node, table_rows, extend_end, node_slots, tree.depths, ancestors)
-    return ForwardRows(tokens, attention, slots, len(read), *chosen)
+    call("lay_out_rows", sequences.tobytes(), lines, read.tobytes(), width, drafted, table, table.shape[1], written)
+    return laid_out
+
+
+@kept
+def _rows_of(lines: int, width: int, rows: int, read: int, completing: int) -> tuple[ForwardRows, CStruct]:
+    """Make the rows of a forward, and the C structure `Columns` of rows.cpp that fills them in."""
+    choosing, ancestors = completing + rows - read, torch.empty(lines, width, width, dtype=torch.bool)
+    sizes = [[rows]] * 5 + [[lines]] * 2 + [[lines, width]] * 2 + [[choosing]] * 3 + [[completing]] * 2
+    columns = [torch.empty(size, dtype=torch.int64) for size in sizes]
+    tokens, positions, sequence, node, slots, table_rows, ends, node_slots, depths, *chosen = columns
+    attention = PlannedRows(sequence, positions, node, table_rows, ends, node_slots, depths, ancestors)
+    return ForwardRows(tokens, attention, slots, read, *chosen), CStruct(*columns, ancestors)
 
 
 def choose_likeliest(scores: Tensor) -> ChosenTokens:
@@ -68,10 +74,14 @@ def noise_of_tokens(keys: Tensor, tokens: Tensor) -> Tensor:
 
 
 def _choose(scores: Tensor, keys: Tensor | None, temperatures: Tensor | None) -> ChosenTokens:
-    tokens, bad_rows = (torch.empty(scores.shape[0], dtype=torch.int64) for _ in range(2))
-    scores = scores.contiguous()
-    call("choose", scores, keys, temperatures, *scores.shape, tokens, bad_rows, dtype=scores.dtype)
-    return ChosenTokens(tokens, bad_rows)
+    chosen, scores = _choice_of(scores.shape[0]), scores.contiguous()
+    call("choose", scores, keys, temperatures, *scores.shape, *chosen, dtype=scores.dtype)
+    return chosen
+
+
+@kept
+def _choice_of(rows: int) -> ChosenTokens:
+    return ChosenTokens(*(torch.empty(rows, dtype=torch.int64) for _ in range(2)))
 
 
 def settle(
@@ -89,10 +99,17 @@ def settle(
     step = contiguous(*choice, *logits, *completing, *lines, slots, *trees, sizes)
     batch, width = completing[0].shape[0], trees[0].shape[1]
     depth, (num_sized, numbers) = min(width, MAX_DEPTH), sizes.shape
+    verified, written = _verified_of(batch, width, depth, numbers)
+    counts = len(choice[0]), batch, width, depth, num_sized, numbers
+    call("settle", CStruct(*step), *counts, table, table.shape[1], written)
+    return verified
+
+
+@kept
+def _verified_of(batch: int, width: int, depth: int, numbers: int) -> tuple[Verified, CStruct]:
+    """Make the outcome of a step, and the C structure that fills it in."""
     each, path, emitted = [batch], [batch, depth + 1], [batch, 1 + numbers + depth + 1]
     shapes = [[batch, depth], each, each, [batch, width + 1], path, emitted, each]
     shapes += [path, path, path, each, each, [batch * width]]
     verified = Verified(*[torch.empty(shape, dtype=torch.int64) for shape in shapes])
-    counts = len(choice[0]), batch, width, depth, num_sized, numbers
-    call("settle", CStruct(*step), *counts, table, table.shape[1], CStruct(*verified))
-    return verified
+    return verified, CStruct(*verified)

@@ -1,7 +1,7 @@
 """Compiled op of `kernels.tree_attention`. A row's keys are a range of its sequence's slots, followed by the slots of
 its tree path."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 import torch
@@ -52,15 +52,44 @@ def _layer(
     return CStruct(keys, values, query_heads, kv_heads, dim, window, floats=floats)
 
 
+@dataclass(frozen=True, slots=True)
+class PlannedRows(AttentionRows):
+    """Rows whose tensors stay where they are, with the calls that plan their attention."""
+
+    plans: "dict[int, _Plan]" = field(default_factory=dict)  # by query heads per head
+
+
+class _Plan:
+    """Plans the attention of rows into buffers of its own."""
+
+    def __init__(self, rows: AttentionRows, slot_table: Tensor, query_heads: int) -> None:
+        """`query_heads`: for each head of keys and values."""
+        (num_rows,), (sequences, nodes) = rows.sequence.shape, rows.node_slots.shape
+        order, seen, path_start = (torch.empty(num_rows + more, dtype=torch.int32) for more in (0, 0, 1))
+        self._groups = torch.empty(num_rows, 3, dtype=torch.int32)
+        written = CStruct(order, seen, path_start, torch.empty(num_rows * nodes, dtype=torch.int64))
+        by_row = contiguous(rows.sequence, rows.positions, rows.node)
+        by_sequence = contiguous(rows.table_rows, rows.extend_end, rows.node_slots, rows.ancestors)
+        rows_at_once = max(1, call("attend_lanes") // query_heads)
+        sizes = sequences, nodes, rows_at_once
+        self._given = *by_row, num_rows, *by_sequence, *sizes, *written.words, self._groups
+        self.slot_table = slot_table
+        self._planned = CompiledAttention(written, self._groups, slot_table)
+
+    def __call__(self) -> CompiledAttention:
+        """Plan the rows as they are now."""
+        count = call("plan_rows", *self._given)
+        if count != len(self._planned.groups):
+            self._planned = replace(self._planned, groups=self._groups[:count])
+        return self._planned
+
+
 def plan_attention(rows: AttentionRows, slot_table: Tensor, *, query_heads: int, kv_heads: int) -> Attention:
-    """Same as the reference op. # slot_table [table rows, max positions]"""
-    (num_rows,), (sequences, nodes) = rows.sequence.shape, rows.node_slots.shape
-    order, seen, path_start = (torch.empty(num_rows + more, dtype=torch.int32) for more in (0, 0, 1))
-    path_slots = torch.empty(num_rows * nodes, dtype=torch.int64)
-    groups = torch.empty(num_rows, 3, dtype=torch.int32)
-    rows_at_once = max(1, call("attend_lanes") // (query_heads // kv_heads))
-    by_row = contiguous(rows.sequence, rows.positions, rows.node)
-    by_sequence = contiguous(rows.table_rows, rows.extend_end, rows.node_slots, rows.ancestors)
-    written = order, seen, path_start, path_slots
-    count = call("plan_rows", *by_row, num_rows, *by_sequence, sequences, nodes, rows_at_once, *written, groups)
-    return CompiledAttention(CStruct(*written), groups[:count], slot_table)
+    """Same as the reference op; of `PlannedRows`, the next call overwrites the result.
+    # slot_table [table rows, max positions]"""
+    group = query_heads // kv_heads
+    plans = rows.plans if isinstance(rows, PlannedRows) else {}
+    plan = plans.get(group)
+    if plan is None or plan.slot_table is not slot_table:
+        plan = plans[group] = _Plan(rows, slot_table, group)
+    return plan()

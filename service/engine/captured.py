@@ -45,13 +45,13 @@ class CapturedForward:
         logits = self._runner.results[0][0]
         self._sampler = Sampler(capture, logits, {shape.rows for shape in largest_first})
 
-    def __call__(self, rows: ForwardRows, table: SlotTable) -> TargetOutput:
+    def __call__(self, rows: ForwardRows, table: SlotTable, features: bool = True) -> TargetOutput:
         of_table = rows.attention.table_rows
         if rows.num_rows > self._most_rows or len(of_table) >= len(self._table_rows):
-            return self._target.forward_once(rows, table)
+            return self._target.forward_once(rows, table, features)
         attention = _tensors_of(replace(rows.attention, table_rows=self._table_rows[: len(of_table)]))
-        logits, *features = self._runner((rows.tokens, attention, rows.slots, rows.logit_rows, table.slots[of_table]))
-        taken = features[0][: rows.num_rows] if features else None
+        logits, *tapped = self._runner((rows.tokens, attention, rows.slots, rows.logit_rows, table.slots[of_table]))
+        taken = tapped[0][: rows.num_rows] if tapped and features else None
         return TargetOutput(logits[: rows.logit_rows.shape[0]], taken, self._sampler)
 
 

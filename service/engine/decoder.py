@@ -28,10 +28,10 @@ _TRIAL_ROWS = 9  # number of random tokens on which modules and ops are compared
 logger = logging.getLogger(__name__)
 
 LogitRows = Tensor | slice
-Layers = Callable[[Tensor, Tensor, Attention, Tensor, LogitRows, KVPool], tuple[Tensor, Tensor | None]]
-"""Runs a forward: tokens [rows], positions [rows], attention, slots [rows], rows that get logits, pool -> logits
-[logits, vocab], and the outputs of the tapped layers [rows, taps * hidden] in the order of `tap_layers`, or None
-without taps."""
+Layers = Callable[[Tensor, Tensor, Attention, Tensor, LogitRows, KVPool, bool], tuple[Tensor, Tensor | None]]
+"""Runs a forward: tokens [rows], positions [rows], attention, slots [rows], rows that get logits, pool, whether
+features are wanted -> logits [logits, vocab], and the outputs of the tapped layers [rows, taps * hidden] in the order of
+`tap_layers`, or None without taps or if they are not wanted."""
 
 
 class FusedDecoder:
@@ -54,7 +54,7 @@ class FusedDecoder:
         self._norm = inner.get_submodule("norm").get_parameter("weight")
         self._head = self._ops.plan_linear(head.weight, head.bias)
         self._taps = tuple(taps)
-        self._runs: dict[int, RunLayers] = {}
+        self._runs: dict[tuple[int, ...], dict[int, RunLayers]] = {}  # by taps
         self._planned_for: Tensor | None = None  # storage of the pool for which `_runs` is planned
 
     def __call__(
@@ -65,31 +65,33 @@ class FusedDecoder:
         slots: Tensor,
         logit_rows: LogitRows,
         pool: KVPool,
+        features: bool = True,
     ) -> tuple[Tensor, Tensor | None]:
         """Run a forward; see `Layers`."""
-        hidden = self.embedded(tokens)
+        hidden, taps = self.embedded(tokens), self._taps if features else ()
         places, delta, outputs = self.places(positions, slots, attention), None, dict[int, Tensor]()
-        for last, run in self._planned(pool).items():
+        for last, run in self._planned(pool, taps).items():
             delta = run(hidden, delta, places)
-            if last in self._taps:
+            if last in taps:
                 outputs[last] = hidden + delta
-        features = torch.cat([outputs[index] for index in self._taps], dim=-1) if outputs else None
-        return self.logits(hidden, delta, logit_rows), features
+        tapped = torch.cat([outputs[index] for index in taps], dim=-1) if outputs else None
+        return self.logits(hidden, delta, logit_rows), tapped
 
-    def _planned(self, pool: KVPool) -> dict[int, RunLayers]:
+    def _planned(self, pool: KVPool, taps: tuple[int, ...]) -> dict[int, RunLayers]:
         """Plan the layers in runs that each end at a tapped layer or at the last one, by the index of the run's last
-        layer; the plan is kept until the pool changes."""
+        layer; the plans are kept until the pool changes."""
         if self._planned_for is not pool.storage:
+            self._runs, self._planned_for = {}, pool.storage
+        if taps not in self._runs:
             count = len(self._layers)
-            ends = sorted({*self._taps, count - 1})
+            ends = sorted({*taps, count - 1})
             starts = [0, *(end + 1 for end in ends[:-1])]
             pools = [pool.layer(index) for index in range(count)]
-            self._runs = {
+            self._runs[taps] = {
                 end: self._ops.plan_layers(self._layers[start : end + 1], pools[start : end + 1])
                 for start, end in zip(starts, ends, strict=True)
             }
-            self._planned_for = pool.storage
-        return self._runs
+        return self._runs[taps]
 
     def embedded(self, tokens: Tensor) -> Tensor:
         """Look up the embeddings of tokens. # [rows] int64 -> [rows, hidden]"""
@@ -100,10 +102,10 @@ class FusedDecoder:
         return RowPlaces(*self._rotary(positions), slots, attention)
 
     def logits(self, hidden: Tensor, delta: Tensor | None, rows: LogitRows) -> Tensor:
-        """Compute the logits of `rows`; the last layer's output is `hidden` + `delta`.
+        """Compute the logits of `rows`, of all if that is a slice; the last layer's output is `hidden` + `delta`.
         # hidden, delta [rows, hidden] -> [logits, vocab]"""
         states = self._ops.add_rms_norm(hidden, delta, self._norm, self._layers[-1].epsilon)
-        return self._head(states[rows])
+        return self._head(states if isinstance(rows, slice) else states[rows])
 
 
 @torch.no_grad()

@@ -235,12 +235,13 @@ class Engine:
         trees, budget = self._draft_stage.draft(batch, drafts=drafts)
         clock.lap("draft")
         rows = self._layout(batch.items, trees, budget.node_rows)
-        output = self._forward(batch, rows)
+        wants_scores = self.drafter.wants_scores
+        reads = self.drafter.reads_prompts and batch.num_extend_rows > len(batch.completing)
+        output = self._forward(batch, rows, features=budget.followed or wants_scores or reads)
         clock.lap("verify")
         verified = self._verify_stage.verify(
             batch.completing, rows, trees, output.logits, output.sampler, budget.tree_sizes
         )
-        wants_scores = self.drafter.wants_scores
         committed = committed_of(
             verified, trees, output, wants_scores=wants_scores, host=batch.host, follow=budget.followed
         )
@@ -251,10 +252,10 @@ class Engine:
         budget = self._draft_stage.with_node_counts(budget, tree_sizes)
         return StepResult(trees, budget, verified, committed, output.logits, tokens, failed)
 
-    def _forward(self, batch: StepBatch, rows: ForwardRows) -> TargetOutput:
+    def _forward(self, batch: StepBatch, rows: ForwardRows, *, features: bool) -> TargetOutput:
         """Run the target on the step's rows, and keep the log-probabilities of prompt tokens that requests want."""
         scores = prompt_scores_in(batch.items)
-        output = self.target.forward(rows, self.table, scored_rows(scores, self.target.device))
+        output = self.target.forward(rows, self.table, scored_rows(scores, self.target.device), features=features)
         if output.scored is not None:
             keep_prompt_scores(scores, output.scored)
         return output
@@ -273,7 +274,8 @@ class Engine:
         """Append the step's tokens to their sequences, free the slots of rejected nodes, and make the outputs."""
         lengths = [len(tokens) - 1 for tokens in result.tokens]
         gaps = _advance(batch, lengths)
-        self.slots.free(result.verified.freed[: sum(result.budget.node_rows) - sum(lengths)])
+        if rejected := sum(result.budget.node_rows) - sum(lengths):
+            self.slots.free(result.verified.freed[:rejected])
         sent = [self._emit(sequence, index, result) for index, sequence in enumerate(batch.completing)]
         preemptions = self.scheduler.take_preemptions()
         books = SentStep(batch, result.budget, result.committed, clock, sent, gaps, preemptions)

@@ -58,8 +58,9 @@ class ModuleLayers:
         slots: Tensor,
         logit_rows: Tensor | slice,
         pool: KVPool,
+        features: bool = True,
     ) -> tuple[Tensor, Tensor | None]:
-        """Run a forward; see `service.engine.decoder.Layers`."""
+        """Run a forward; see `service.engine.decoder.Layers`. Its hooks keep features even if they are not wanted."""
         step = AttentionStep(attention, pool, slots, None if self.forms else self.forms)
         output = self._model(
             input_ids=tokens[None],
@@ -70,7 +71,8 @@ class ModuleLayers:
         )
         if step.forms is not None and [form.layer for form in step.forms] != list(range(pool.shape.num_layers)):
             raise StartupError("this model has layers that do not call attention exactly once; adaptree cannot run it")
-        return output.logits[0], self._taps.take(slots.shape[0]) if self._taps else None
+        tapped = self._taps.take(slots.shape[0]) if self._taps else None
+        return output.logits[0], tapped if features else None
 
 
 class FeatureTaps:

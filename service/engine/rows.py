@@ -150,7 +150,7 @@ def prompt_reads(
                 row=item.table_row,
                 start=start,
                 tokens=send(features.device, next_tokens)[0],
-                slots=rows.slots[part],
+                slots=rows.slots[part].clone(),  # the next layout overwrites them
                 features=features[part],
                 follow=follow,
             )

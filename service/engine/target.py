@@ -17,7 +17,7 @@ from kernels import ops
 from kernels.graph_runner import Capture
 from kernels.rows import ForwardRows
 from kernels.tree_attention import AttentionRows
-from service.engine.decoder import FusedDecoder, layers_of
+from service.engine.decoder import FusedDecoder, LogitRows, layers_of
 from service.engine.kv_pool import KVPool, SlotTable
 from service.engine.sampling import EAGER_SAMPLER, Sampler
 
@@ -32,8 +32,9 @@ class TargetOutput:
     scored: Tensor | None = None  # [scored, vocab], logits of prompt rows whose tokens are scored
 
 
-Forward = Callable[[ForwardRows, SlotTable], TargetOutput]
-"""Runs a forward: writes the keys and values of all rows to `rows.slots`, returns the logits of `rows.logit_rows`."""
+Forward = Callable[[ForwardRows, SlotTable, bool], TargetOutput]
+"""Runs a forward: writes the keys and values of all rows to `rows.slots`, returns the logits of `rows.logit_rows`, and
+features if they are wanted."""
 
 
 class Target:
@@ -56,12 +57,16 @@ class Target:
         self._no_tokens: Tensor | None = None  # [no_tokens] int64, ids of the vocabulary that are no tokens
 
     @torch.inference_mode()
-    def forward(self, rows: ForwardRows, table: SlotTable, scored: Tensor | None = None) -> TargetOutput:
+    def forward(
+        self, rows: ForwardRows, table: SlotTable, scored: Tensor | None = None, *, features: bool = True
+    ) -> TargetOutput:
         """Run a forward, captured if `run_by` was called. `scored`: further rows whose logits are returned as
-        `TargetOutput.scored`; with them the forward runs eagerly. # scored [scored] int64"""
+        `TargetOutput.scored`; with them the forward runs eagerly. `features`: whether they are wanted.
+        # scored [scored] int64"""
         if scored is None:
-            return self._forward(rows, table)
-        output = self.forward_once(replace(rows, logit_rows=torch.cat([rows.logit_rows, scored])), table)
+            return self._forward(rows, table, features)
+        logit_rows = torch.cat([rows.logit_rows, scored])
+        output = self.compute(rows.tokens, rows.attention, rows.slots, logit_rows, table.slots, features=features)
         logits, more = output.logits.split([rows.logit_rows.shape[0], scored.shape[0]])
         return replace(output, logits=logits, scored=more)
 
@@ -91,18 +96,27 @@ class Target:
         return other
 
     def compute(
-        self, tokens: Tensor, attention: AttentionRows, slots: Tensor, logit_rows: Tensor, slot_table: Tensor
+        self,
+        tokens: Tensor,
+        attention: AttentionRows,
+        slots: Tensor,
+        logit_rows: LogitRows,
+        slot_table: Tensor,
+        *,
+        features: bool = True,
     ) -> TargetOutput:
         """Run the model on flattened rows, eagerly; this is the part of a forward that is captured.
         # tokens, slots [rows]; logit_rows [logits]; slot_table [sequences, positions]; all int64"""
         plan = self._plan_attention(
             attention, slot_table, query_heads=self.query_heads, kv_heads=self.pool.shape.kv_heads
         )
-        logits, features = self._layers(tokens, attention.positions, plan, slots, logit_rows, self.pool)
+        logits, tapped = self._layers(tokens, attention.positions, plan, slots, logit_rows, self.pool, features)
         if self._no_tokens is not None:
             logits.index_fill_(1, self._no_tokens, -math.inf)
-        return TargetOutput(logits, features)
+        return TargetOutput(logits, tapped)
 
-    def forward_once(self, rows: ForwardRows, table: SlotTable) -> TargetOutput:
+    def forward_once(self, rows: ForwardRows, table: SlotTable, features: bool = True) -> TargetOutput:
         """Run a forward eagerly, even if `run_by` was called."""
-        return self.compute(rows.tokens, rows.attention, rows.slots, rows.logit_rows, table.slots)
+        all_choose = rows.logit_rows.shape == rows.tokens.shape  # and then they choose in their order
+        logit_rows = slice(None) if all_choose else rows.logit_rows
+        return self.compute(rows.tokens, rows.attention, rows.slots, logit_rows, table.slots, features=features)

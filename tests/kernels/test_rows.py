@@ -94,7 +94,7 @@ def test_compiled_rows_are_the_reference_s(compiled: Ops) -> None:
         assert torch.equal(written, table)
         for record in (found, found.attention):
             other = expected if record is found else expected.attention
-            for field in fields(record):
+            for field in fields(other):
                 value, right = getattr(record, field.name), getattr(other, field.name)
                 if not isinstance(value, AttentionRows):
                     assert torch.equal(value, right) if isinstance(value, Tensor) else value == right, field.name

@@ -127,17 +127,12 @@ def test_captured_choices_are_those_that_are_asked_for(lines: list[int]) -> None
         temperatures = torch.tensor([0.0, 0.7, 1.3])[torch.arange(rows) % 3]
         shares = torch.tensor([0.9, 0.5], dtype=torch.float64)[torch.arange(rows) % 2]
         filters = Filters(torch.full((rows,), -2.0), torch.arange(rows) % 4, shares)
-        for chosen, expected in (
-            (captured.sampler.likeliest(captured.logits), EAGER_SAMPLER.likeliest(plain.logits)),
-            (
-                captured.sampler.sample(captured.logits, seeds, positions, temperatures),
-                EAGER_SAMPLER.sample(plain.logits, seeds, positions, temperatures),
-            ),
-            (
-                captured.sampler.sample(captured.logits, seeds, positions, temperatures, filters),
-                EAGER_SAMPLER.sample(plain.logits, seeds, positions, temperatures, filters),
-            ),
-        ):
+        drawn = seeds, positions, temperatures
+        for given in ((), drawn, (*drawn, filters)):
+            chosen, expected = (
+                by.sample(logits, *given) if given else by.likeliest(logits)
+                for by, logits in ((captured.sampler, captured.logits), (EAGER_SAMPLER, plain.logits))
+            )
             assert torch.equal(chosen.tokens, expected.tokens)
             assert torch.equal(chosen.bad_rows, expected.bad_rows)
 

@@ -311,10 +311,10 @@ def test_what_is_too_much_for_one_step_runs_in_halves(
     engine = tiny_engine()
     forward, most = engine.target.forward, 3
 
-    def small_only(rows, table, scored=None):  # type: ignore[no-untyped-def]
+    def small_only(rows, *args, **how):  # type: ignore[no-untyped-def]
         if rows.completing.shape[0] > most:
             fails()
-        return forward(rows, table, scored)
+        return forward(rows, *args, **how)
 
     monkeypatch.setattr(engine.target, "forward", small_only)
     results = generate(engine, *good)

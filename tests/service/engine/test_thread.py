@@ -125,7 +125,7 @@ def test_the_engines_own_thread_may_stop_it() -> None:
 def test_a_failing_step_ends_the_thread_and_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     listener = Listener()
 
-    def broken(*args: object) -> None:
+    def broken(*args: object, **how: object) -> None:
         raise RuntimeError("no more memory")
 
     monkeypatch.setattr(listener.engine.target, "forward", broken)
