@@ -208,8 +208,10 @@ class GatedNetwork:
 
     def commit(self, committed: Committed) -> None:
         """Pass a step's committed tokens to the network."""
-        self._follows = self._follows and self._gate.may_gain
-        self.drafter.commit(committed if self._follows else replace(committed, follow=False))
+        if committed.follow:  # else nothing is asked, so that nothing changes
+            self._follows = self._follows and self._gate.may_gain
+            committed = committed if self._follows else replace(committed, follow=False)
+        self.drafter.commit(committed)
 
     def credit(self, alone: int, accepted: int, committed: int, observe: Observe | None) -> None:
         """Credit the network with the accepted tokens that the memory's own tree did not contain. `alone`: number of

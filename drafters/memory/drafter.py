@@ -12,11 +12,21 @@ from drafters.asking import GatedNetwork
 from drafters.calibration import MIN_SURVIVAL
 from drafters.memory.past import PastAnswers, buckets_per_share, num_shares, power_of_two
 from drafters.memory_counts import MemoryCounts
-from drafters.protocol import Committed, DraftContext, Drafter, DraftingSizes, Noise, RankOutcomes, Read, StepTimes
+from drafters.protocol import (
+    Committed,
+    DraftContext,
+    Drafter,
+    DraftingSizes,
+    HostMetadata,
+    Noise,
+    RankOutcomes,
+    Read,
+    StepTimes,
+)
 from drafters.readback import Observe
 from drafters.tree import MAX_DEPTH, Candidates, DraftTree
 from kernels import ops
-from kernels.graph_runner import by_batch
+from kernels.graph_runner import by_batch, send_lines
 from kernels.memory import NO_TOKEN, ORDERS, PAST, PREDICTION, TEXT, WAYS, Memory
 
 MAX_ANSWER_TOKENS = 8192
@@ -40,6 +50,10 @@ class MemoryDrafter(Drafter):
         self.past = PastAnswers(self._memory, sizes.memory)
         self._network = None if network is None else GatedNetwork(network, sizes)
         self._outcomes = readback.readback_of(device)
+        self._texts: dict[int, Sequence[int]] = {}  # row -> tokens, which grow while the sequence runs
+        self._behind: dict[int, int] = {}  # row -> leading tokens that are counted, where later ones may not be yet
+        self._has_grown = False  # whether trees were grown since the last commit
+        self._no_trees = partial(DraftTree.empty, device=device)
         most, capture = sizes.max_sequences, sizes.capture
         padding, trees = torch.full((most,), most, device=device), DraftTree.padding(most, sizes.max_nodes, device)
         nothing = padding.new_full((most, MAX_DEPTH + 1), NO_TOKEN), torch.zeros_like(padding)
@@ -101,6 +115,8 @@ class MemoryDrafter(Drafter):
         self._network.read(read)
 
     def grow(self, rows: Tensor, noise: Noise) -> Candidates:
+        self._catch_up()
+        self._has_grown = True
         if noise.warm:
             self._memory.seeds[rows], self._memory.roots[rows] = noise.seeds, noise.positions
         tree = self.recall(rows)
@@ -113,14 +129,42 @@ class MemoryDrafter(Drafter):
 
     def commit(self, committed: Committed) -> None:
         network, target_tokens = self._network, committed.result.target_tokens
-        observe = None if network is None else network.end_step()
-        counts = self._learn((committed.rows, committed.tokens, committed.counts, committed.tree, target_tokens))
-        self._outcomes.read(self.past.with_usage(counts), partial(self._count, observe))
+        if committed.host is not None and not (committed.follow or self._has_grown or committed.tree.width):
+            self._fall_behind(committed.host)  # so that a suspended memory costs little
+        else:
+            self._catch_up()
+            self._behind.clear()
+            observe = None if network is None else network.end_step()
+            counts = self._learn((committed.rows, committed.tokens, committed.counts, committed.tree, target_tokens))
+            self._outcomes.read(self.past.with_usage(counts), partial(self._count, observe))
+            self._has_grown = False
         if network is not None:
             network.commit(committed)
 
+    def _fall_behind(self, host: HostMetadata) -> None:
+        """Leave the token that each of these rows gets in this step to `_catch_up`, at most as many as a path has."""
+        behind = [self._behind.setdefault(row, root + 1) for row, root in zip(host.rows, host.roots, strict=True)]
+        if any(root - known >= MAX_DEPTH for root, known in zip(host.roots, behind, strict=True)):
+            self._catch_up()
+
+    def _catch_up(self) -> None:
+        """Count the tokens that were left, before anything else is read from the memory or written to it."""
+        late = {row: known for row, known in self._behind.items() if len(self._texts[row]) > known}
+        if not late:
+            return
+        texts, device = [self._texts[row][known:] for row, known in late.items()], self._memory.entries.device
+        lengths, most = list(map(len, texts)), max(map(len, texts))
+        self._behind |= {row: len(self._texts[row]) for row in late}
+        rows, roots, counts = send_lines(device, list(late), [known - 1 for known in late.values()], lengths)
+        tokens = torch.tensor([[*text, *[NO_TOKEN] * (most - len(text))] for text in texts], device=device)
+        self._memory.roots[rows] = roots  # their noise is that of their positions
+        sums = self._learn((rows, tokens, counts, self._no_trees(len(late)), torch.zeros_like(rows)[:, None]))
+        self._outcomes.read(self.past.with_usage(sums), self._count_late)
+
     def finish(self, rows: Sequence[int]) -> list[int]:
+        self._catch_up()
         for row in rows:
+            self._behind.pop(row, None)
             self.past.end(row)
         if self.network is not None:
             self.network.finish(rows)
@@ -128,6 +172,7 @@ class MemoryDrafter(Drafter):
         return predicted
 
     def forget(self, scope: str | None = None) -> None:
+        self._catch_up()
         self.past.forget(scope)
 
     def add_answer(self, scope: str, tokens: Sequence[int], num_new: int) -> None:
@@ -158,6 +203,8 @@ class MemoryDrafter(Drafter):
     def _start(self, context: DraftContext) -> None:
         """Assign a row its parts of the table, and add prompt, prediction and the answer so far to them."""
         memory, row, own = self._memory, context.row, self._own_buckets
+        self._texts[row] = context.tokens
+        self._behind.pop(row, None)
         first = self._first_own + 2 * row * own
         num_predicted = own if context.prediction else 0
         memory.entries[first : first + own + num_predicted] = 0
@@ -189,6 +236,11 @@ class MemoryDrafter(Drafter):
         self.past.count(remembered, known[: len(ORDERS)], *known[len(ORDERS) :])
         if self._network is not None:
             self._network.credit(alone, accepted, committed, observe)
+
+    def _count_late(self, outcome: Sequence[float]) -> None:
+        """Update the counts by tokens of steps without trees: of these none was accepted."""
+        _, _, *others = outcome
+        self._count(None, (0, 0, *others))
 
 
 def text_buckets(max_length: int) -> int:

@@ -30,8 +30,8 @@ logger = logging.getLogger(__name__)
 LogitRows = Tensor | slice
 Layers = Callable[[Tensor, Tensor, Attention, Tensor, LogitRows, KVPool, bool], tuple[Tensor, Tensor | None]]
 """Runs a forward: tokens [rows], positions [rows], attention, slots [rows], rows that get logits, pool, whether
-features are wanted -> logits [logits, vocab], and the outputs of the tapped layers [rows, taps * hidden] in the order of
-`tap_layers`, or None without taps or if they are not wanted."""
+features are wanted -> logits [logits, vocab], and the outputs of tapped layers [rows, taps * hidden] in their order, or
+None without taps or if they are not wanted."""
 
 
 class FusedDecoder:
