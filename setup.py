@@ -14,8 +14,9 @@ from setuptools.command.build_ext import build_ext
 
 # `contract=fast` fuses a product and a sum within a basic block only: kernels keep them together, or rows lose equal
 # bits. No `-march=native`, so that one wheel serves every machine.
+# Integers wrap, which most Pythons ask for, too: without it the same text of a GGUF model came out with other bits.
 # No debug information, which Python's own flags ask for; no vectors that a processor has no registers for.
-FLAGS = ["-O3", "-g0", "-std=c++17", "-pthread", "-fPIC", "-ffp-contract=fast", "-Wall", "-Wno-psabi"]
+FLAGS = ["-O3", "-g0", "-std=c++17", "-pthread", "-fPIC", "-fwrapv", "-ffp-contract=fast", "-Wall", "-Wno-psabi"]
 FLAGS += ["-Werror=vector-operation-performance"]
 VARIANTS = {
     "x86_64": {
