@@ -159,6 +159,10 @@ class RegretLedger:
             self.balances[account] = cap if balance is None else min(cap, balance)
             self.lost_seconds.setdefault(account, 0.0)
 
+    def share_left(self, account: str) -> float:
+        """Return the balance as a share of its cap; 1 before the account is opened."""
+        return self.balances[account] / self._caps[account] if account in self.balances else 1.0
+
     def accrue(self, seconds: float) -> None:
         """Divide the share of `seconds` of serving time among the accounts; full ones pass theirs on."""
         spare = self._share * seconds
@@ -262,13 +266,18 @@ class StepDecision:
             posterior.widen()
 
     def state(self) -> dict[str, list[Any]]:
-        """Return all posteriors as JSON values, for `restore`. Keys of baselines are left out."""
+        """Return all posteriors and the shares left of all accounts as JSON values, for `restore`. Keys of baselines
+        are left out."""
         gains = [[key, size, posterior.state()] for (key, size), posterior in self._gains.items()]
-        return {"gains": gains, "plain": [[size, one.state()] for (_, size), one in self._baselines.items()]}
+        plain = [[size, one.state()] for (_, size), one in self._baselines.items()]
+        left = [[account, self._ledger.share_left(name)] for account, name in self._accounts.items()]
+        return {"gains": gains, "plain": plain, "left": left}
 
-    def restore(self, state: dict[str, list[Any]], widened: float) -> None:
-        """Continue from a result of `state` with gains widened by the share `widened` of the prior. Raises ValueError,
-        KeyError or TypeError for an invalid state, and then changes nothing."""
+    def restore(self, state: dict[str, list[Any]], widened: float, step_seconds: float) -> None:
+        """Continue from a result of `state` with gains widened by the share `widened` of the prior; accounts are in
+        plain steps of `step_seconds`. Raises ValueError, KeyError or TypeError for an invalid state, and then changes
+        nothing."""
+        left = [(self._named(str(account)), min(1.0, float(share))) for account, share in state["left"]]
         fresh = StepDecision(self._name, self._ledger, noise=self._noise, baseline=self._baseline)
         for size, posterior in state["plain"]:
             fresh.baseline(1 << (size - 1)).restore(posterior)
@@ -277,6 +286,8 @@ class StepDecision:
             found.restore(posterior)
             found.widen(widened)
         self._gains, self._baselines = fresh._gains, fresh._baselines
+        for name, share in left:
+            self._ledger.open(name, CAP_STEPS * step_seconds, share * CAP_STEPS * step_seconds)
 
     def _named(self, account: str) -> str:
         return self._accounts.setdefault(account, f"{self._name} {account}")

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from service.engine.draft_gate import SequenceGain, traffic_class
 from service.engine.prefix_cache import PrefixLease
 from service.engine.requests import FinishReason, GenerationRequest, SamplingParams, TokenLogprob
-from service.engine.sampling import SamplingState
+from service.engine.sampling import SamplingState, drops_tokens
 from service.text.tokenizer import IncrementalDetokenizer
 
 _SEARCHED_RUN = 256  # maximum number of held byte tokens that are searched for a stop string after each token
@@ -200,6 +200,7 @@ class Finish:
 
 def new_sequence(request: GenerationRequest, index: int) -> Sequence:
     """Create a sequence that has not started yet."""
-    kind = traffic_class(request.sampling.temperature, has_grammar=request.grammar is not None)
-    gain = SequenceGain(kind, may_draft=request.speculation.enabled and request.speculation.max_budget != 0)
+    params, has_grammar = request.sampling, request.grammar is not None
+    traffic = traffic_class(params.temperature, has_grammar=has_grammar, is_filtered=drops_tokens(params))
+    gain = SequenceGain(traffic, may_draft=request.speculation.enabled and request.speculation.max_budget != 0)
     return Sequence(request, index, list(request.prompt), len(request.prompt), gain=gain)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from drafters.decision import CAP_STEPS, TRIAL_STEPS, RegretLedger
+from drafters.decision import CAP_STEPS, SHARE, TRIAL_STEPS, RegretLedger
 from kernels.graph_runner import Capture, rerun
 from service.engine.budget import CostBudget, keep_gains, restore_gains
 from service.engine.costs import FREE
@@ -40,7 +40,7 @@ def taught(
         others = [text for text, is_asked in zip(texts, asks, strict=True) if not is_asked]
         if asked:
             seen = [rng.gauss(true_gain[text.traffic], 1.0) for text in asked]
-            gate.observe(asked, seen, seen, len(texts), all_drafted=not others)
+            gate.observe(asked, [1] * len(asked), seen, seen, len(texts), all_drafted=not others)
         gate.skip(others, len(texts))
         asked_steps += len(asked)
     return asked_steps
@@ -50,6 +50,7 @@ def test_kinds_are_temperature_and_grammar() -> None:
     heats = {heat: traffic_class(heat, has_grammar=False) for heat in (0.0, 0.2, 0.8, 0.81, 1.5)}
     assert heats == {0.0: "greedy", 0.2: "cool", 0.8: "cool", 0.81: "warm", 1.5: "warm"}
     assert traffic_class(0.0, has_grammar=True) == "greedy+grammar"
+    assert traffic_class(1.0, has_grammar=False, is_filtered=True) == "cool"
 
 
 def test_sequences_of_a_gaining_class_draft_and_those_of_a_losing_class_do_not() -> None:
@@ -82,7 +83,7 @@ def test_a_text_that_loses_leaves_though_its_kind_gains() -> None:
             text for text, asks in zip(texts, gate.choose(texts, starts=False, step_seconds=1.0), strict=True) if asks
         ]
         seen = [rng.gauss(-0.8 if text is bad else 0.5, 1.0) for text in asked]
-        gate.observe(asked, seen, seen, 8, all_drafted=len(asked) == 8)
+        gate.observe(asked, [1] * len(asked), seen, seen, 8, all_drafted=len(asked) == 8)
     assert gate.choose([*good, bad], starts=False, step_seconds=1.0) == [True] * 7 + [False]
 
 
@@ -90,7 +91,7 @@ def test_a_text_that_gains_stays_though_its_kind_loses() -> None:
     gate, lucky = gate_of(), SequenceGain("warm")
     rng = random.Random(0)
     for _ in range(120):
-        gate.observe([lucky], [rng.gauss(0.8, 1.0)], [rng.gauss(0.8, 1.0)], 1, all_drafted=True)
+        gate.observe([lucky], [1], [rng.gauss(0.8, 1.0)], [rng.gauss(0.8, 1.0)], 1, all_drafted=True)
     for _ in range(400):
         gate.gain(1, "warm").observe(-0.5)
     found = [gate.choose([one], starts=False, step_seconds=1.0) for one in (lucky, SequenceGain("warm"))]
@@ -112,7 +113,7 @@ def test_a_sequence_of_a_losing_class_is_tried_and_stays_where_it_gains(
     for _ in range(100):
         if gate.choose([one], starts=False, step_seconds=1.0) == [True]:
             seen = [rng.gauss(true_gain, 1.0)]
-            gate.observe([one], seen, seen, 1, all_drafted=True)
+            gate.observe([one], [1], seen, seen, 1, all_drafted=True)
             steps += 1
     assert steps in drafted
 
@@ -154,7 +155,15 @@ def test_what_was_known_at_the_last_stop_is_known_at_the_start_less_sure_by_its_
 
 
 @pytest.mark.parametrize(
-    "content", ["", "[]", '{"saved": 0}', '{"saved": 0, "state": {"gains": [["warm", 2, [0, -1, 1, 1]]], "plain": []}}']
+    "content",
+    [
+        "",
+        "[]",
+        '{"saved": 0}',
+        '{"saved": 0, "state": {"gains": [["warm", 2, [0, -1, 1, 1]]], "plain": [], "left": [], "accepted": {}}}',
+        '{"saved": 0, "state": {"gains": [], "plain": [], "left": [["warm"]], "accepted": {}}}',
+        '{"saved": 0, "state": {"gains": [], "plain": [], "left": [], "accepted": {"warm": 1}}}',
+    ],
 )
 def test_a_file_that_is_damaged_is_left_out(tmp_path: Path, content: str, caplog: pytest.LogCaptureFixture) -> None:
     file, policy = tmp_path / "gains.json", budget()
@@ -162,6 +171,55 @@ def test_a_file_that_is_damaged_is_left_out(tmp_path: Path, content: str, caplog
     restore_gains(policy, file)
     assert "learning them anew" in caplog.text
     assert policy.gate.gain(2, "warm").mean == 0.0
+
+
+def drafted_gains(file: Path, traffic: str, true_gain: float, seed: int) -> dict[int, float]:
+    """One start of a server that answers four texts of a class, of 100 steps each: the gains of steps with drafts."""
+    ledger, rng, text = RegretLedger(), random.Random(seed), SequenceGain(traffic)
+    policy, gains = CostBudget(table([1.0, 100.0], [1.0, 2.0]), FREE, ledger), dict[int, float]()
+    restore_gains(policy, file)
+    for step in range(400):
+        text = SequenceGain(traffic) if step % 100 == 0 else text
+        if policy.gate.choose([text], starts=step % 100 == 0, step_seconds=1.0) == [True]:
+            gain = gains[step] = rng.gauss(true_gain, 0.7)
+            policy.gate.observe([text], [1], [gain], [gain], 1, all_drafted=True)
+            policy.gate.settle(traffic, gain)
+        else:
+            policy.gate.skip([text], 1)
+        ledger.accrue(1.0)
+    keep_gains(policy, file)
+    return gains
+
+
+def test_a_restart_does_not_try_again_what_lost_and_drafts_at_once_what_gained(tmp_path: Path) -> None:
+    """Of four starts: the ledger goes on where it stood, instead of with 16 steps more each time."""
+    for seed in range(5):
+        losing, gaining = (
+            [drafted_gains(tmp_path / f"{seed}-{traffic}", traffic, gain, 9 * seed + start) for start in range(4)]
+            for traffic, gain in (("warm", -0.3), ("greedy", 0.5))
+        )
+        assert sum(sum(gains.values()) for gains in losing) > -(CAP_STEPS + SHARE * 1600 + 4)
+        assert 0 in losing[0]
+        assert all(sum(gains.values()) > -(SHARE * 400 + 3) for gains in losing[1:])
+        assert all(len(gains) > 380 and 0 in gains for gains in gaining)
+
+
+def test_a_new_text_starts_from_what_texts_of_its_kind_accepted() -> None:
+    """Answers begin with two tokens more a step than they go on with."""
+    gate = gate_of()
+    for _ in range(20):
+        one = SequenceGain("cool")
+        for step in range(30):
+            gate.observe([one], [3 if step < 2 else 1], [0.0], [0.0], 1, all_drafted=True)
+    first, later = SequenceGain("cool"), SequenceGain("cool", num_tokens=60)
+    for one in (first, later):
+        gate.observe([one], [1], [0.0], [0.0], 1, all_drafted=True)
+    assert first.own is not None
+    assert later.own is not None
+    assert first.own.mean > 0.9 > 0.1 > later.own.mean
+    after = DraftGate(RegretLedger(), 1.0)
+    after.restore(json.loads(json.dumps(gate.state())), 0.0)
+    assert after.state() == gate.state()
 
 
 def test_where_nothing_was_kept_nothing_is_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -174,7 +232,8 @@ def test_what_is_unsure_of_texts_that_do_not_draft_takes_no_baseline_from_those_
     """Drafting surely gains for one text, and is suspended for the other, of which too little is known to be sure."""
     policy, size = budget(), 2  # of two or three sequences
     known = [["greedy", size, [0.5, 0.0064, 1.0, 100]], ["warm", size, [-0.1, 0.0064, 1.0, 100]]]
-    policy.restore({"gains": known, "plain": [[size, [1.0, 0.0025, 0.01, 100]]]}, 0.0)
+    plain = [[size, [1.0, 0.0025, 0.01, 100]]]
+    policy.restore({"gains": known, "plain": plain, "left": [], "accepted": {}}, 0.0)
     texts = SequenceGain("greedy"), SequenceGain("warm")
     assert not policy.gate.needs_plain_step(texts[:1], 2)
     assert policy.gate.needs_plain_step(texts, 2)
