@@ -37,6 +37,7 @@ class SpecBlockDrafter(Drafter):
         self._weights, self._grower = weights, TreeGrower(sizes, weights)
         self._gates = ForwardGates(weights.blocks - 1, sizes)
         self._backlog = Backlog(sizes.max_sequences)
+        self._no_filters = Filters.off(torch.empty(0, dtype=torch.int64, device=sizes.device))
         self._has_grown = False  # whether it drafted since the last commit
         self._useful_from = [0] * sizes.max_sequences  # by row, first position to which later blocks attend
         self._never_run: list[Tensor] = []  # slots of positions committed since, without entries
@@ -95,7 +96,7 @@ class SpecBlockDrafter(Drafter):
         self._has_grown = True
         self._gates.begin(len(rows), warm=noise.warm)
         host = noise.host or HostMetadata.of(rows, noise.positions)
-        filters = Filters.off(rows[:0]) if noise.filters is None else noise.filters
+        filters = self._no_filters if noise.filters is None else noise.filters
         sizes = HostSizes(max(1, self._backlog.take(host)), noise.warm + (noise.filters is not None))
         keys = Keys(rows, noise.seeds, noise.temperatures, noise.positions, filters)
         tree, num_blocks = self._grower.grow(keys, sizes, self._gates.ask)

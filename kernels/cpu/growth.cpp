@@ -226,8 +226,9 @@ void predict(const Network<T>& net, const T* states, const float* features, int6
 
 // states [batch, block, hidden] and logits [batch, block, draft_vocab] are for who learns from them; trees [batch, nodes]
 template <class T>
-void grow_block(const Network<T>* network, const Entries* entries, const Proposed* log, const Keys* keys, const int64_t* rows,
-                int64_t batch, int64_t count, const int64_t* scratch, T* states, T* logits, const Trees* trees) {
+void grow_block(const Network<T>* network, const Entries* entries, const Proposed* log, const int64_t* rows,
+                const int64_t* seeds, const int64_t* roots, const float* temperatures, const float* log_min_p,
+                const int64_t* top_k, const double* top_p, int64_t batch, int64_t count, const int64_t* scratch, T* states, T* logits, const Trees* trees) {
     const Network<T>& net = *network;
     const int64_t lines = batch * net.block, width = net.block * RANKS;
     Block<T> block(net, *entries, batch, count);
@@ -236,7 +237,7 @@ void grow_block(const Network<T>* network, const Entries* entries, const Propose
     auto features = room<float>(lines * RANK_FEATURES), predicted = room<float>(batch * width), trust = room<float>(width);
     auto ids = room<int64_t>(batch * width), parents = room<int64_t>(batch * width), depths = room<int64_t>(batch * width);
     auto survival = room<float>(batch * width), alive = room<float>(batch);
-    rank(net, *keys, batch, logits, features.get(), ids.get());
+    rank(net, {seeds, roots, temperatures, log_min_p, top_k, top_p}, batch, logits, features.get(), ids.get());
     predict(net, states, features.get(), lines, predicted.get());
     for (int64_t i = 0; i < batch * width; i++) ids[i] = net.d2t[ids[i]];
     for (int64_t i = 0; i < width; i++) trust[i] = net.rates[net.buckets[i]];

@@ -16,6 +16,9 @@ from kernels.sample import Filters
 from kernels.survival import CEILING
 
 
+_NONE = (None,) * 4  # where no sequence draws, or none filters
+
+
 class CompiledGrowth:
     """Growth of one block per sequence in one native call."""
 
@@ -57,11 +60,11 @@ class CompiledGrowth:
         """See `GrowBlock`. # [batch]"""
         batch, drawn = rows.shape[0], () if temperatures is None else (temperatures, *(filters or ()))
         rows, seeds, roots, *drawn = contiguous(rows, seeds, roots, *drawn)
-        keys = CStruct(seeds, roots, *drawn, *[None] * (4 - len(drawn)))
+        keys = seeds, roots, *drawn, *_NONE[len(drawn) :]
         if batch not in self._results:
             self._results[batch] = self._buffers(batch)
         grown, tree = self._results[batch]
-        given = self._network, self._entries, self._log, keys, rows, batch, waiting, self._scratch
+        given = self._network, self._entries, self._log, rows, *keys, batch, waiting, self._scratch
         call("grow_block", *given, grown.states, grown.logits, tree, dtype=self._dtype)
         return grown
 

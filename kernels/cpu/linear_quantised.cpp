@@ -324,10 +324,15 @@ inline Place high_place(int column, int64_t lane) {  // of 6 bits the upper two
     return {(4 + column / 16) * REGISTER + lane * 4 + column % 4, column / 4 % 4 * 2};
 }
 
-int code_at(const Part& part, const uint8_t* block, int column, int64_t lane) {
-    const Place low = low_place(part.bits, column, lane), high = high_place(column, lane);
-    const int code = block[low.byte] >> low.bit & (part.bits == 8 ? 0xff : 0x0f);
-    return part.bits == 6 ? code | (block[high.byte] >> high.bit & 3) << 4 : code;
+// The codes of a block's columns for one output.
+void codes_at(const Part& part, const uint8_t* block, int64_t lane, int* codes) {
+    for (int first = 0; first < COLUMNS; first += 4) {  // what stands side by side
+        const Place low = low_place(part.bits, first, lane), high = high_place(first, lane);
+        for (int i = 0; i < 4; i++) {
+            codes[first + i] = block[low.byte + i] >> low.bit & (part.bits == 8 ? 0xff : 0x0f);
+            if (part.bits == 6) codes[first + i] |= (block[high.byte + i] >> high.bit & 3) << 4;
+        }
+    }
 }
 
 // y [count, in]: the weights of some outputs.
@@ -338,15 +343,18 @@ void lookup_quantised(const Part* matrix, const int64_t* outputs, int64_t count,
     for_each(count, count * in <= FEW, [=, &part](int64_t row) {
         const int64_t lane = outputs[row] % TILE;
         const uint8_t* block = part.tiles + outputs[row] / TILE * blocks * bytes;
-        for (int64_t first = 0; first < in; first += COLUMNS, block += bytes)
+        int codes[COLUMNS];
+        for (int64_t first = 0; first < in; first += COLUMNS, block += bytes) {
+            codes_at(part, block, lane, codes);
             for (int64_t step = 0; step < scales; step++) {
                 const uint16_t* halves = (const uint16_t*)(block + REGISTER * part.bits) + step * TILE + lane;
                 const float scale = to_float16(halves[0]);
                 const float minimum = part.has_minima ? to_float16(halves[scales * TILE]) : 0.0f;
                 const int64_t begin = step * part.size, end = std::min(begin + part.size, in - first);
                 for (int64_t i = begin; i < end; i++)
-                    put(y + row * in + first + i, std::fma(float(code_at(part, block, int(i), lane) - part.zero), scale, minimum));
+                    put(y + row * in + first + i, std::fma(float(codes[i] - part.zero), scale, minimum));
             }
+        }
     });
 }
 

@@ -13,6 +13,7 @@ namespace {
 
 constexpr int CHAINS = 4;         // comparisons on their way at once
 constexpr int64_t FEW = 1 << 16;  // scores below which helpers cost more than they save
+constexpr int64_t FEW_DRAWN = 1 << 13;  // the same where each score draws noise, which takes two logarithms
 
 // The natural logarithm of normal numbers above 0: x = 2^e m with m about 1, log m = 2 atanh((m - 1) / (m + 1)).
 Vec log_of(Vec x) {
@@ -92,7 +93,7 @@ void choose(const T* scores, const int32_t* keys, const float* temperatures, int
 }  // namespace
 
 void gumbel_noise(const int32_t* keys, const int32_t* tokens, float* noise, int64_t rows, int64_t count) {
-    for_each(rows, rows * count <= FEW, [=](int64_t row) {
+    for_each(rows, rows * count <= FEW_DRAWN, [=](int64_t row) {
         for (int64_t i = 0; i < count; i += LANES) {
             UVec part{};
             for (int64_t lane = 0; lane < LANES && i + lane < count; lane++) part[lane] = uint32_t(tokens[i + lane]);
