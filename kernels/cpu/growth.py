@@ -15,7 +15,6 @@ from kernels.layers import Product, Weight
 from kernels.sample import Filters
 from kernels.survival import CEILING
 
-
 _NONE = (None,) * 4  # where no sequence draws, or none filters
 
 
@@ -59,13 +58,25 @@ class CompiledGrowth:
     ) -> GrownTree:
         """See `GrowBlock`. # [batch]"""
         batch, drawn = rows.shape[0], () if temperatures is None else (temperatures, *(filters or ()))
-        rows, seeds, roots, *drawn = contiguous(rows, seeds, roots, *drawn)
-        keys = seeds, roots, *drawn, *_NONE[len(drawn) :]
+        rows, *given = contiguous(rows, seeds, roots, *drawn)
+        keys = *given, *_NONE[len(drawn) :]
         if batch not in self._results:
             self._results[batch] = self._buffers(batch)
         grown, tree = self._results[batch]
-        given = self._network, self._entries, self._log, rows, *keys, batch, waiting, self._scratch
-        call("grow_block", *given, grown.states, grown.logits, tree, dtype=self._dtype)
+        stand = self._network, self._entries, self._log
+        call(
+            "grow_block",
+            *stand,
+            rows,
+            *keys,
+            batch,
+            waiting,
+            self._scratch,
+            grown.states,
+            grown.logits,
+            tree,
+            dtype=self._dtype,
+        )
         return grown
 
     def _buffers(self, batch: int) -> tuple[GrownTree, CStruct]:
