@@ -29,6 +29,10 @@ def test_figures_of_two_steps() -> None:
     assert known["covered"] == {"1": 0.0, "2": 0.5, "4": 1.0, "8": 1.0}
     assert known["right_by_rank"] == [0.0, 0.5, 1.0, None, None, None, None, None]
     assert known["total_variation"] == pytest.approx(0.6)
+    assert known["accepted_by_best"] == {"1": 0.5, "2": 0.5, "3": 0.5, "5": 1.0, "8": 1.0}
+    table = {(row["depth"], row["rank"]): (row["labels"], row["claimed"], row["accepted"]) for row in known["by_rank"]}
+    wanted = {(1, 1): (1, 0.6, 1), (1, 2): (1, 0.3, 0), (2, 1): (1, 0.4 / 0.6, 0), (2, 2): (1, 0.2 / 0.6, 1)}
+    assert table == {place: pytest.approx(values) for place, values in wanted.items()}
     # Nodes (1,) and (1, 5) came true: of the claims 0.6, 0.3, 0.2 and of the corrected 0.9, 0.1, 0.3, a bin each.
     assert known["claimed_error"] == pytest.approx((0.4 + 0.3 + 0.8) / 3)
     assert known["corrected_error"] == pytest.approx((0.1 + 0.1 + 0.7) / 3)
