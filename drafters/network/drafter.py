@@ -120,7 +120,7 @@ class SpecBlockDrafter(Drafter):
         elif self._has_grown:
             outcome = self._grower.pass_by((rows, counts, slots, committed.tokens))
         else:  # deferred, so that a suspended drafter costs little
-            self._never_run.append(slots.flatten().clone())  # the next step overwrites them
+            self._never_run.append(slots.clone())  # the next step overwrites them
         self._has_grown = False
         self._gates.end(outcome)
 
@@ -143,7 +143,7 @@ class SpecBlockDrafter(Drafter):
     def _forget_never_run(self) -> None:
         """Mark the deferred slots as never run. Must precede each use of the pool, which may reuse them."""
         if self._never_run:
-            self._grower.pool.forget(torch.cat(self._never_run))
+            self._grower.pool.forget(torch.cat([slots.flatten() for slots in self._never_run]))
             self._never_run = []
 
     def _make_room(self, host: HostMetadata, count: int, device: torch.device) -> None:

@@ -66,12 +66,13 @@ Best best_of(int64_t vocab, Score score) {  // score(i): of LANES tokens from i 
 }
 
 template <class T>
-void choose_row(const T* scores, const int32_t* key, float temperature, int64_t vocab, int64_t* token, int64_t* bad) {
+void choose_row(const T* scores, uint64_t noise, float temperature, int64_t vocab, int64_t* token, int64_t* bad) {
     // what is behind the end never wins
     Best found = best_of(vocab, [&](int64_t i) { return load_end(scores + i, vocab - i, -INFINITY); });
     *bad = found.nan || std::isinf(found.score);
     if (!*bad && temperature > 0) {
         const float highest = found.score;
+        const int32_t key[] = {int32_t(noise), int32_t(noise >> 32)};
         UVec lanes;
         for (int lane = 0; lane < LANES; lane++) lanes[lane] = uint32_t(lane);
         found = best_of(vocab, [&](int64_t i) {
@@ -82,11 +83,11 @@ void choose_row(const T* scores, const int32_t* key, float temperature, int64_t 
 }
 
 template <class T>
-void choose(const T* scores, const int32_t* keys, const float* temperatures, int64_t rows, int64_t vocab, int64_t* tokens,
-            int64_t* bad) {
+void choose(const T* scores, const int64_t* seeds, const int64_t* positions, const float* temperatures, int64_t rows,
+            int64_t vocab, int64_t* tokens, int64_t* bad) {
     for_each(rows, rows * vocab <= FEW, [=](int64_t row) {
-        choose_row(scores + row * vocab, keys ? keys + 2 * row : nullptr, temperatures ? temperatures[row] : 0.0f, vocab,
-                   tokens + row, bad + row);
+        choose_row(scores + row * vocab, seeds ? noise_key(seeds[row], positions[row]) : 0, temperatures ? temperatures[row] : 0.0f,
+                   vocab, tokens + row, bad + row);
     });
 }
 

@@ -11,7 +11,7 @@ from kernels import sample as reference
 from kernels.cpu.library import CStruct, call, contiguous, kept
 from kernels.cpu.tree_attention import PlannedRows
 from kernels.rows import ExtendRows, ForwardRows, Place
-from kernels.sample import ChosenTokens, Filters, row_keys
+from kernels.sample import ChosenTokens, Filters
 from kernels.settle import Verified
 from kernels.tree_attention import MAX_DEPTH
 from kernels.trees import DraftTree
@@ -52,7 +52,7 @@ def _rows_of(lines: int, width: int, rows: int, read: int, completing: int) -> t
 
 def choose_likeliest(scores: Tensor) -> ChosenTokens:
     """Same as the reference op. # [rows, vocab] -> [rows]"""
-    return _choose(scores, None, None)
+    return _choose(scores, None, None, None)
 
 
 def sample(
@@ -61,7 +61,7 @@ def sample(
     """Same as the reference op, except that the noise's logarithm may differ in its last bit.
     # logits [rows, vocab] -> [rows]"""
     if filters is None:
-        return _choose(logits, row_keys(seeds, positions), temperatures)
+        return _choose(logits, *contiguous(seeds, positions, temperatures))
     return reference.sample(logits, seeds, positions, temperatures, filters, noise=noise_of_tokens)
 
 
@@ -73,9 +73,9 @@ def noise_of_tokens(keys: Tensor, tokens: Tensor) -> Tensor:
     return noise
 
 
-def _choose(scores: Tensor, keys: Tensor | None, temperatures: Tensor | None) -> ChosenTokens:
+def _choose(scores: Tensor, *drawn: Tensor | None) -> ChosenTokens:
     chosen, scores = _choice_of(scores.shape[0]), scores.contiguous()
-    call("choose", scores, keys, temperatures, *scores.shape, *chosen, dtype=scores.dtype)
+    call("choose", scores, *drawn, *scores.shape, *chosen, dtype=scores.dtype)
     return chosen
 
 

@@ -9,10 +9,11 @@ import hashlib
 import json
 import logging
 import math
-from bisect import bisect_left
-from collections.abc import Mapping
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -29,7 +30,7 @@ CostKey = Mapping[str, str | int]
 """Cache key of measured seconds: the model, machine and settings that they depend on."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class CostTable:
     """Measured seconds of one forward on a grid. Between grid points seconds are interpolated, beyond the last point
     they are extended linearly."""
@@ -41,14 +42,24 @@ class CostTable:
 
     def verify_seconds(self, rows: FloatArray, context: float, sequences: int = 1) -> FloatArray:
         """Predict the seconds of forwards by their number of rows; `context`: mean tokens per sequence. # [n] -> [n]"""
-        return along(self.rows, self.curve(context, sequences), rows)
+        return along(self.rows, np.array(self.curve(context, sequences)), rows)
 
-    def curve(self, context: float, sequences: int) -> FloatArray:
+    def curve(self, context: float, sequences: int) -> list[float]:
         """Interpolate the seconds at the row points for this context length and batch. # -> [row points]"""
         # Made monotonic, because a curve extended beyond the last point could fall, even below zero.
-        by_context = np.maximum.accumulate(_between(self.sequences, sequences, self.seconds), axis=0)
-        curve: FloatArray = np.maximum.accumulate(_between(self.contexts, context, by_context))
-        return curve
+        by_context = _by_context(self, sequences)
+        if len(by_context) == 1:
+            return list(accumulate(by_context[0], max))
+        above, share = _place(self.contexts, context)
+        pairs = zip(by_context[above - 1], by_context[above], strict=True)
+        return list(accumulate((low * (1 - share) + high * share for low, high in pairs), max))
+
+
+@lru_cache(maxsize=16)
+def _by_context(table: CostTable, sequences: int) -> list[list[float]]:
+    """Interpolate the seconds for this batch, which rise with the context. # -> [context points, row points]"""
+    found: list[list[float]] = np.maximum.accumulate(_between(table.sequences, sequences, table.seconds)).tolist()
+    return found
 
 
 def rising(seconds: FloatArray, axis: int = 0) -> FloatArray:
@@ -114,6 +125,7 @@ class Costs:
 
 _PER_OCTAVE = 2
 _POINTS = np.arange(11.0 * _PER_OCTAVE + 1) / _PER_OCTAVE  # log2 of 1, 1.4, 2, 2.8, 4, ... 2048 rows
+_LOGS: list[float] = _POINTS.tolist()
 _DEVIATION = 0.2  # prior standard deviation of a correction, as a natural logarithm
 _OCTAVES = 2.0  # distance in log2 of rows at which the correlation of two corrections is 1/e
 _NOISE = 0.5  # standard deviation of the logarithm of one forward's seconds, including drift of the machine
@@ -133,25 +145,35 @@ class OnlineCosts:
     """
 
     def __init__(self, table: CostTable) -> None:
-        self._table = table
         self._curve = lru_cache(maxsize=2)(table.curve)  # one step uses the same curve several times
+        points = table.rows.tolist()  # planned transfer: numpy, on the host
+        self._at = lru_cache(maxsize=4096)(
+            lambda rows: (_Interval.of(points, rows, ends=False), _Interval.of_logs(rows))
+        )
         self._drift = 0.0
         self._corrections: dict[int, _CurveCorrection] = {}  # corrections by bit length of the batch size
         self._newest = _CurveCorrection(np.zeros_like(_POINTS))  # the correction that was updated last
         self._known: dict[tuple[int, float, int], float] = {}  # cache of predictions, cleared by `learn`
 
-    def verify_seconds(self, rows: FloatArray, context: float, sequences: int) -> FloatArray:
+    def verify_seconds(self, rows: Iterable[float], context: float, sequences: int) -> list[float]:
         """Predict the corrected seconds of forwards. # rows [n], rising, at least 1 -> [n]"""
-        table = along(self._table.rows, self._curve(context, sequences), rows)
-        # Fewer rows cannot take longer than more rows, so corrections of large forwards also lower smaller ones.
-        return rising(table * np.exp(self._drift + self._correction(sequences).at(rows)))
+        curve, logs = (
+            self._curve(context, sequences),
+            self._correction(sequences).logs.tolist(),
+        )  # planned transfer: none
+        seconds, least = list[float](), math.inf
+        for at, at_log in map(self._at, reversed([*rows])):
+            # Fewer rows cannot take longer than more rows, so corrections of large forwards also lower smaller ones.
+            least = min(least, at.value(curve) * math.exp(self._drift + at_log.value(logs)))
+            seconds.append(least)
+        return seconds[::-1]
 
     def forward_seconds(self, rows: int, context: float, sequences: int) -> float:
         """Predict the corrected seconds of one forward."""
         key = rows, context, sequences
         found = self._known.get(key)
         if found is None:
-            found = self._known[key] = float(self.verify_seconds(np.array([float(rows)]), context, sequences)[0])
+            found = self._known[key] = self.verify_seconds((rows,), context, sequences)[0]
         return found
 
     def learn(self, rows: int, context: float, sequences: int, seconds: float) -> float:
@@ -181,11 +203,6 @@ class _CurveCorrection:
         self.logs = logs.copy()  # [points], posterior mean
         self._learnt = np.zeros_like(_PRIOR)  # [points, points], reduction of the prior covariance by observations
 
-    def at(self, rows: FloatArray) -> FloatArray:
-        """Interpolate the logarithm of the factor at these numbers of rows. # [n] -> [n]"""
-        logs: FloatArray = np.interp(np.log2(rows), _POINTS, self.logs)
-        return logs
-
     def correct(self, rows: int, surprise: float) -> float:
         """Update the curve by an error `surprise` of a prediction's logarithm. Returns the certainty of the curve at
         `rows` before the update, from 0 (prior) to 1."""
@@ -198,6 +215,35 @@ class _CurveCorrection:
         gain *= surprise
         self.logs += gain
         return 1.0 - variance / near.variance
+
+
+class _Interval(NamedTuple):
+    """Where a value lies among points, to interpolate a curve that is known at them."""
+
+    base: int  # index of the point to start from
+    low: int  # index of the point before the interval
+    width: float
+    ahead: float  # distance from the point to start from
+
+    @staticmethod
+    def of(points: Sequence[float], value: float, *, ends: bool) -> "_Interval":
+        """`ends`: whether the curve is flat beyond the last point; else it goes on as before it."""
+        last, above = len(points) - 1, bisect_right(points, value)
+        if not 0 < above <= last:
+            ahead = value - points[last] if above and last and not ends else 0.0
+            base, low = (last, max(0, last - 1)) if above else (0, 0)
+            return _Interval(base, low, points[low + 1] - points[low] if last else 1.0, ahead)
+        return _Interval(above - 1, above - 1, points[above] - points[above - 1], value - points[above - 1])
+
+    @staticmethod
+    def of_logs(rows: float) -> "_Interval":
+        """The place of a number of rows among the points of corrections."""
+        return _Interval.of(_LOGS, math.log2(rows), ends=True)
+
+    def value(self, curve: Sequence[float]) -> float:
+        """Interpolate the curve. # curve [points]"""
+        start = curve[self.base]
+        return start if self.ahead == 0.0 else (curve[self.low + 1] - curve[self.low]) / self.width * self.ahead + start
 
 
 class _Near(NamedTuple):

@@ -26,6 +26,7 @@ from service.engine.stats import StepStats
 from service.engine.tree_pruning import TreePruning, TreeWidth
 
 _MOST_URGENT = 4.0  # maximum weight of a late sequence's tokens
+_OUTLOOK_EVERY = 16  # steps between two outlooks, which metrics show until the next
 _REPORT_EVERY = 64
 """Number of steps between two readings of the calibration error, for which the host waits for the device."""
 
@@ -145,7 +146,8 @@ class DraftStage:
             reads_prompts = load.num_rows != load.num_decoding
             self._drafter.timed(StepTimes(stats.seconds, stats.follow_seconds, reads_prompts=reads_prompts))
             stats.predicted_verify_seconds = self.policy.learn(budget, stats)
-        stats.drafting = self.policy.outlook(load)
+        if self._num_learnt % _OUTLOOK_EVERY == 0:
+            stats.drafting = self.policy.outlook(load)
         stats.drafted_blocks, self._num_blocks = self._drafter.num_blocks - self._num_blocks, self._drafter.num_blocks
         stats.memory = self._drafter.memory_counts()
         self._num_learnt += 1

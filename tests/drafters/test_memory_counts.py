@@ -9,7 +9,7 @@ from torch import Tensor
 
 from drafters.memory.drafter import MemoryDrafter
 from drafters.memory_counts import MemoryCounts
-from drafters.protocol import Committed, DraftContext, DraftingSizes, MemorySizes, Noise
+from drafters.protocol import Committed, DraftContext, DraftingSizes, HostMetadata, MemorySizes, Noise
 from drafters.readback import Readback
 from drafters.tree import VerifyResult
 from kernels.trees import DraftTree, select_nodes
@@ -152,3 +152,33 @@ def committed_of(rng: random.Random, rows: Tensor, tree: DraftTree) -> Committed
     path = torch.where(counts[:, None] > 1, 0, -1)
     result = VerifyResult(path, counts - 1, choices)
     return Committed(rows, tokens[:, : 1 + min(tree.width, 1)], counts, tree, result, None, counts, tokens)
+
+
+def test_a_suspended_memory_counts_the_same_tokens_later() -> None:
+    """In batches, and before the memory is read or a scope is forgotten; of two texts of one scope, too."""
+    steps, generator = 150, random.Random(4)
+    spoken = [[generator.randint(2, 6) for _ in range(steps)] for _ in range(2)]
+    kept, counts = [], []
+    for follow in (True, False):
+        drafter = drafter_of()
+        texts = [[1, 2], [1, 3]]
+        drafter.start([DraftContext(row, text, scope="owner", store=True) for row, text in enumerate(texts)])
+        rows = torch.arange(2)
+        for step in range(steps):
+            new = torch.tensor([[one[step]] for one in spoken])
+            host = HostMetadata((0, 1), tuple(len(text) - 1 for text in texts))
+            result = VerifyResult(new[:, 1:], torch.zeros_like(rows), new)
+            drafter.commit(
+                Committed(
+                    rows, new, torch.ones_like(rows), DraftTree.empty(2), result, None, rows, new, None, follow, host
+                )
+            )
+            for text, one in zip(texts, spoken, strict=True):
+                text.append(one[step])
+        drafter.grow(rows, Noise.of_text(0, 0.0, rows))
+        counts.append(drafter.memory_counts())
+        drafter.finish([0, 1])
+        assert drafter.memory_counts() == counts[-1]
+        kept.append(drafter._memory.tails)
+    assert torch.equal(*kept)
+    assert counts[0].remembered_tokens == counts[1].remembered_tokens == 2 * steps

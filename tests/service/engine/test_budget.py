@@ -122,7 +122,7 @@ def test_a_table_by_batch_size_is_obeyed(batch: int, nodes: int) -> None:
     load = load_of(batch)
     budget = FixedBudget({1: 3, 3: 1, 8: 0}).decide(load, starts=False)
     assert (budget.max_nodes, budget.drafted, budget.reason, budget.followed) == (nodes, nodes > 0, "fixed", True)
-    assert not budget.seconds(load, 4 * batch).size
+    assert not budget.seconds(load, 4 * batch)
 
 
 def generating(tokens: int, first_token_seconds: float | None) -> Sequence:
