@@ -1,4 +1,4 @@
-"""Where the time of a step goes: exclusive seconds of named calls, by kind of step.
+"""`step-costs --anatomy`: where the time of a step goes, as exclusive seconds of named calls by kind of step.
 
 A call's seconds are its own, without those of named calls inside it; what no named call took is `rest`. A name costs
 some 0.3 microseconds a call, which is part of the call around it.
@@ -6,10 +6,21 @@ some 0.3 microseconds a call, which is part of the call around it.
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from importlib import import_module
+from statistics import fmean
 from typing import Any
+
+from rich.table import Table
+
+from benchmarks.shared import percentile
+from service.assembly import Assembly
+from service.bench.driver import TimedStep, generate
+from service.bench.experiment import Measure, plain_engine, request_of
+from service.engine.budget import CostBudget
+from service.engine.engine import Engine
 
 CALLS: Mapping[str, tuple[str, ...]] = {
     "weights of learning": ("service.engine.accounting:StepAccounting.start_step",),
@@ -20,9 +31,7 @@ CALLS: Mapping[str, tuple[str, ...]] = {
     "grow: join network and memory": ("drafters.memory.drafter:MemoryDrafter.grow",),
     "grow: ask for the network": ("drafters.asking:GatedNetwork.propose",),
     "grow: network": ("drafters.network.drafter:SpecBlockDrafter.grow",),
-    "grow: noise": ("drafters.coupling:TreeNoise.of",),
-    "grow: layers": ("drafters.network.serving:BlockForward.first", "drafters.network.serving:BlockForward.next"),
-    "grow: heads": ("drafters.network.blocks:propose",),
+    "grow: native": ("kernels.cpu.growth:CompiledGrowth.__call__",),
     "prune": ("service.engine.drafting:DraftStage._prune",),
     "draft, the rest": ("service.engine.drafting:DraftStage.draft",),
     "lay out rows": ("service.engine.rows:RowLayout.__call__",),
@@ -59,13 +68,14 @@ Parts = dict[str, float]
 class Stopwatch:
     """Exclusive seconds of calls by part."""
 
-    def __init__(self) -> None:
+    def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
+        self._now = now
         self._parts = defaultdict[str, float](float)
         self._inner = [0.0]  # seconds of named calls inside each open call
 
     def timed(self, part: str, call: Callable[..., Any]) -> Callable[..., Any]:
         """Return `call`, whose exclusive seconds are added to `part`."""
-        now, inner, parts = time.perf_counter, self._inner, self._parts
+        now, inner, parts = self._now, self._inner, self._parts
 
         def run(*args: Any, **kwargs: Any) -> Any:
             inner.append(0.0)
@@ -104,3 +114,69 @@ def watched() -> Iterator[Stopwatch]:
     finally:
         for owner, name, call in reversed(replaced):
             setattr(owner, name, call)
+
+
+KINDS = ("plain", "suspended", "drafted")
+_TYPICAL = 95  # percentile of seconds beyond which a step, delayed by other programs, is left out
+
+
+@dataclass(frozen=True, slots=True)
+class PartRow:
+    """Mean microseconds of a part in each kind of step."""
+
+    part: str
+    plain: float
+    suspended: float
+    drafted: float
+
+
+def anatomy(assembly: Assembly, prompts: Sequence[Sequence[int]], measure: Measure) -> tuple[list[PartRow], Parts]:
+    """Time the steps of one sequence at a time, in turn plain, with drafts suspended, and with drafts. Returns rows of
+    parts, and by kind the share of the steps' seconds that has a name."""
+    steps = {kind: list[tuple[float, Parts]]() for kind in KINDS}
+    with watched() as watch:
+        engines = {"plain": plain_engine(assembly), "suspended": _suspended(assembly), "drafted": assembly.engine()}
+        for number, prompt in enumerate(prompts):
+            for kind, engine in engines.items():
+                taken = list[Parts]()
+                asked = [request_of(number, prompt, measure)]
+                run = generate(engine, asked, before_step=lambda step, taken=taken: taken.append(watch.take()))
+                parts = [*taken[1:], watch.take()]
+                if number:  # the first answers warm up
+                    timed = zip(run.steps, parts, strict=True)
+                    steps[kind] += [(step.seconds, own) for step, own in timed if _counts(step, kind)]
+    return _means(steps)
+
+
+def _suspended(assembly: Assembly) -> Engine:
+    """Build an engine whose budget always decides against drafts."""
+    engine = assembly.engine()
+    assert isinstance(engine.policy, CostBudget), "a fixed budget is never suspended"
+    engine.policy.gate.choose = lambda sequences, **how: [False] * len(sequences)  # type: ignore[method-assign]
+    return engine
+
+
+def _counts(step: TimedStep, kind: str) -> bool:
+    """Whether a step without prompt rows is of this kind."""
+    return not step.stats.prompt_tokens and (kind != "drafted" or step.stats.drafts > 0)
+
+
+def _means(steps: Mapping[str, list[tuple[float, Parts]]]) -> tuple[list[PartRow], Parts]:
+    means, named = dict[str, Parts](), dict[str, float]()
+    for kind, timed in steps.items():
+        limit = percentile((seconds for seconds, _ in timed), _TYPICAL)
+        kept = [(seconds, parts) for seconds, parts in timed if seconds <= limit]
+        means[kind] = {part: 1e6 * fmean(parts.get(part, 0.0) for _, parts in kept) for part in CALLS}
+        whole = 1e6 * fmean(seconds for seconds, _ in kept)
+        named[kind] = sum(means[kind].values()) / whole
+        means[kind]["whole step"] = whole
+    rows = [PartRow(part, *(means[kind][part] for kind in KINDS)) for part in (*CALLS, "whole step")]
+    return [row for row in rows if max(row.plain, row.suspended, row.drafted) >= 1.0], named
+
+
+def table_of_parts(rows: Sequence[PartRow]) -> Table:
+    """Show the parts, in microseconds."""
+    table = Table("microseconds", *KINDS)
+    for row in rows:
+        table.add_row(row.part, *(f"{value:.0f}" for value in (row.plain, row.suspended, row.drafted)))
+    return table

@@ -12,6 +12,7 @@ import torch
 import typer
 from rich.table import Table
 
+from benchmarks.anatomy import anatomy, table_of_parts
 from benchmarks.gguf_shapes import SHAPES, Mix, write_shape
 from benchmarks.peers import open_llama_cpp
 from benchmarks.shared import percentile
@@ -19,7 +20,8 @@ from drafters.files import replacing
 from kernels.rows import ExtendRows
 from service.assembly import Assembly
 from service.bench.commands import Out
-from service.bench.experiment import conclude, counted, prepare
+from service.bench.experiment import Measure, conclude, counted, prepare, read_sets
+from service.bench.lossless import BUILT_IN
 from service.config import LoadedConfig
 from service.engine.measuring import Trial
 from service.engine.weights import EMBEDDED_NAME, gguf_file
@@ -27,6 +29,7 @@ from service.errors import StartupError
 
 _ROWS = (1, 2, 3, 4, 5, 8, 9, 16, 17)
 _CONTEXT = 200
+_ANSWER = 128  # tokens of an answer whose steps are taken apart
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,9 +49,12 @@ def run(
     peer: Annotated[bool, typer.Option("--peer", help="Also measure llama.cpp (llama-cpp-python).")] = False,
     shape: Annotated[str | None, typer.Option(help=f"Write and use random weights: {', '.join(SHAPES)}.")] = None,
     mix: Annotated[Mix, typer.Option(help="Types of the matrices of --shape.")] = "q4_k_m",
+    parts: Annotated[bool, typer.Option("--anatomy", help="Time the parts of whole steps instead.")] = False,
     out: Out = None,
 ) -> bool:
-    """Measure milliseconds of forwards by their number of rows, and memory."""
+    """Measure milliseconds of forwards by their number of rows, and memory; or the parts of whole steps."""
+    if parts:
+        return _anatomy(loaded, rounds, out)
     config = loaded.config.model_copy(update={"budget_policy": "fixed", "drafter": "none"})
     if shape is not None:
         written = _written(shape, mix, config.state_dir)
@@ -85,6 +91,16 @@ def run(
     }
     return conclude(
         assembly, out, rows_of, summary, _table(rows_of), *(f"{key}: {value}" for key, value in summary.items())
+    )
+
+
+def _anatomy(loaded: LoadedConfig, prompts: int, out: Path | None) -> bool:
+    """Measure where the time of steps goes, with the prompts of `check lossless`."""
+    assembly = prepare(loaded.config, out)
+    (chosen,) = read_sets(assembly, [BUILT_IN], prompts, _ANSWER)
+    rows, named = anatomy(assembly, chosen.prompts, Measure(0.0, _ANSWER, 1, seed=5))
+    return conclude(
+        assembly, out, rows, {f"named_{kind}": share for kind, share in named.items()}, table_of_parts(rows)
     )
 
 
