@@ -278,5 +278,6 @@ def _owner_of(scope: str) -> str:
 @cache
 def _prior() -> Tensor:
     """Return initial weights, fitted by penalised maximum likelihood to 161,000 labels of answers to training prompts
-    at T = 0 and 0.7. # [KINDS, FEATURES]"""
+    at T = 0 and 0.7, and around these to 179,000 more at T = 0, 0.7 and 1, the latter two with filters as well.
+    # [KINDS, FEATURES]"""
     return torch.tensor(json.loads(files(__package__).joinpath("prior.json").read_text()))
