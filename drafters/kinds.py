@@ -18,7 +18,6 @@ class Parts:
     """What a server provides to build a drafter. Parts that the kind does not need may be None."""
 
     sizes: DraftingSizes
-    argument: str = ""  # the text in parentheses after the kind's name
     weights: TrainedWeights | None = None
     draft_model: Callable[[int, int], LanguageModel] | None = None
     """Loads the draft model; arguments are the slots of its KV pool and the further entries for tree nodes."""
@@ -26,11 +25,9 @@ class Parts:
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """A drafter kind, as the registry and plug-ins define it. `build` raises ValueError for an invalid argument and for
-    missing parts."""
+    """A drafter kind, as the registry and plug-ins define it. `build` raises ValueError for missing parts."""
 
     build: Callable[[Parts], Drafter]
     needs: Need = "nothing"
-    takes_argument: bool = True
     tap_layers: Callable[[int], tuple[int, ...]] = lambda num_layers: ()
     """Maps the target's number of layers to the layers to tap; not used if the kind needs trained weights."""

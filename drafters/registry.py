@@ -1,16 +1,13 @@
 """Builds drafters by name. This is the only module that knows every kind.
 
-A name is the name of a kind, with an argument in parentheses if the kind takes one (`specblock(rank)`), or `memory+A`:
+A name is the name of a kind, or `memory+A`:
 trees that combine candidates of the memory and of A, where A runs only while that pays. Other distributions add kinds
 by entry points of the group `adaptree.drafters`, each of which names a `Kind` or a `TrainedKind`.
 """
 
-import re
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from importlib.metadata import entry_points
-from typing import NamedTuple
 
 from torch import Tensor
 
@@ -19,13 +16,11 @@ from drafters.kinds import TrainedWeights as TrainedWeights
 from drafters.language_model.drafter import LanguageModelDrafter, scratch_places
 from drafters.memory.drafter import MemoryDrafter
 from drafters.network.drafter import SpecBlockDrafter
-from drafters.network.heads import POLICIES
 from drafters.protocol import Committed, DraftContext, Drafter, Noise
 from drafters.trained_kinds import GROUP, MOVED_KINDS, TRAINED_KINDS, is_trained, is_trained_kind, loaded, why_unknown
 from drafters.tree import Candidates, DraftTree
 
 MEMORY = "memory"
-_NAME = re.compile(r"([\w.-]+)(?:\(([^()+]*)\))?")
 
 
 class NoDrafter(Drafter):
@@ -44,13 +39,10 @@ class NoDrafter(Drafter):
 
 
 def _trained(kind: str, parts: Parts) -> Drafter:
-    """Build a drafter of a trained kind. The argument, if any, names a growth policy."""
+    """Build a drafter of a trained kind."""
     if parts.weights is None:
         raise ValueError(f"drafter {kind!r} needs trained weights: set drafter_path")
-    policy = parts.argument or parts.weights.policy
-    if policy not in POLICIES:
-        raise ValueError(f"drafter {kind}({policy}): unknown growth policy, choose one of {', '.join(POLICIES)}")
-    return SpecBlockDrafter(parts.sizes, replace(parts.weights, policy=policy))
+    return SpecBlockDrafter(parts.sizes, parts.weights)
 
 
 def _draft_model(parts: Parts) -> Drafter:
@@ -63,19 +55,11 @@ def _draft_model(parts: Parts) -> Drafter:
 
 
 _KINDS = {
-    MEMORY: Kind(lambda parts: MemoryDrafter(parts.sizes), takes_argument=False),
-    "none": Kind(lambda parts: NoDrafter(), takes_argument=False),
+    MEMORY: Kind(lambda parts: MemoryDrafter(parts.sizes)),
+    "none": Kind(lambda parts: NoDrafter()),
     **{kind: Kind(partial(_trained, kind), needs="weights") for kind in TRAINED_KINDS},
-    "draft_model": Kind(_draft_model, needs="model", takes_argument=False),
+    "draft_model": Kind(_draft_model, needs="model"),
 }
-
-
-class _NamedDrafter(NamedTuple):
-    """A drafter in a name: one of two in `memory+A`."""
-
-    name: str  # name of the kind
-    kind: Kind
-    argument: str
 
 
 def kind_names() -> tuple[str, ...]:
@@ -86,7 +70,7 @@ def kind_names() -> tuple[str, ...]:
 
 def needs_of(name: str) -> frozenset[Need]:
     """Return the needs of the drafter of that name, e.g. trained weights. Raises ValueError as `build_drafter`."""
-    return frozenset(one.kind.needs for one in _resolved(name))
+    return frozenset(_kind(one).needs for one in _resolved(name))
 
 
 def taps_of(name: str, num_layers: int, trained: Sequence[int]) -> tuple[int, ...]:
@@ -94,26 +78,25 @@ def taps_of(name: str, num_layers: int, trained: Sequence[int]) -> tuple[int, ..
     of target layers; `trained`: tapped layers of the trained weights. Raises ValueError as `build_drafter`."""
     layers: tuple[int, ...] = ()
     for one in _resolved(name):
-        own = trained if one.kind.needs == "weights" else one.kind.tap_layers(num_layers)
+        kind = _kind(one)
+        own = trained if kind.needs == "weights" else kind.tap_layers(num_layers)
         layers += tuple(layer for layer in own if layer not in layers)  # layers may coincide in a small target
     return layers
 
 
 def reads_predictions(name: str) -> bool:
     """Return whether the drafter of that name may draft from a client's prediction; plug-ins are assumed to."""
-    return any(one.name == MEMORY or one.name not in _KINDS for one in _resolved(name))
+    return any(one == MEMORY or one not in _KINDS for one in _resolved(name))
 
 
 def trained_kind_of(name: str) -> str | None:
     """Return the name of the trained kind in that name. Returns None if there is none."""
-    kinds = (part.partition("(")[0] for part in name.split("+"))
-    return next((kind for kind in kinds if is_trained_kind(kind)), None)
+    return next((kind for kind in name.split("+") if is_trained_kind(kind)), None)
 
 
 def build_drafter(name: str, parts: Parts) -> Drafter:
     """Build the drafter of that name. Raises ValueError for an invalid name, or if `parts` lacks something it needs."""
-    last = _resolved(name)[-1]
-    drafter = last.kind.build(replace(parts, argument=last.argument))
+    drafter = _kind(_resolved(name)[-1]).build(parts)
     return MemoryDrafter(parts.sizes, drafter) if "+" in name else drafter
 
 
@@ -122,27 +105,18 @@ def memory_of(drafter: Drafter) -> MemoryDrafter | None:
     return drafter if isinstance(drafter, MemoryDrafter) and drafter.past.share_buckets else None
 
 
-def _resolved(name: str) -> list[_NamedDrafter]:
-    """Split a name into its drafters, the memory first. Raises ValueError for an invalid combination."""
-    found = [_named(part) for part in name.split("+")]
+def _resolved(name: str) -> list[str]:
+    """Split a name into the names of kinds, the memory first. Raises ValueError for an invalid combination."""
+    found = name.split("+")
+    for one in found:
+        _kind(one)
     if len(found) > 2:
         raise ValueError(f"drafter {name!r} joins {len(found)} drafters: one tree has at most two")
     if len(found) == 2 and found[0] == found[1]:
         raise ValueError(f"drafter {name!r} names the same drafter twice")
-    if len(found) == 2 and MEMORY not in (one.name for one in found):
+    if len(found) == 2 and MEMORY not in found:
         raise ValueError(f"drafter {name!r}: only the memory combines with another, as in memory+specblock")
-    return sorted(found, key=lambda one: one.name != MEMORY)
-
-
-def _named(name: str) -> _NamedDrafter:
-    match = _NAME.fullmatch(name)
-    if match is None:
-        raise ValueError(f"drafter {name!r} is neither KIND nor KIND(ARGUMENT), as in specblock(rank)")
-    name, argument = match.groups(default="")
-    kind = _kind(name)
-    if argument and not kind.takes_argument:
-        raise ValueError(f"drafter {name}({argument}): {name} takes no argument, remove the parentheses")
-    return _NamedDrafter(name, kind, argument)
+    return sorted(found, key=lambda one: one != MEMORY)
 
 
 def _kind(name: str) -> Kind:

@@ -29,7 +29,7 @@ _WAITING_PER_SEQUENCE = 8
 _ORIGIN = re.compile(r"https?://[^/?#@\s*]+")
 _RELEASE = re.compile(r"per_step|(paced|constant_rate)\((\d*\.?\d+(?:e-?\d+)?)\)")
 _SLOWEST_RELEASE = 10.0  # seconds per token
-_KIND = r"[\w.-]+(?:\([^()+]*\))?"
+_KIND = r"[\w.-]+"
 _DRAFTER = re.compile(rf"{_KIND}(?:\+{_KIND})?")
 _MEMORY = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(GiB|MiB|%)\s*", re.IGNORECASE)
 _CPU_MEMORY, _CUDA_MEMORY = "1GiB", "80%"
@@ -73,7 +73,7 @@ def _release(value: str) -> str:
 
 def _drafter(value: str) -> str:
     if not _DRAFTER.fullmatch(value):
-        raise ValueError("name one drafter, as in memory or specblock(rank), or two as memory+A")
+        raise ValueError("name one drafter, as in memory or specblock, or two as memory+A")
     return value
 
 

@@ -69,7 +69,7 @@ class RandomTreeDrafter(Drafter):
         return torch.randint(high, shape, generator=self._generator, device=self._generator.device)
 
 
-KIND = Kind(lambda parts: RandomTreeDrafter(parts.sizes), takes_argument=False)
+KIND = Kind(lambda parts: RandomTreeDrafter(parts.sizes))
 
 
 def random_depths(batch: int, nodes: int, generator: torch.Generator) -> Tensor:

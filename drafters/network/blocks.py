@@ -16,7 +16,7 @@ from torch.nn.functional import pad
 from drafters.calibration import MIN_SURVIVAL, RankCalibration
 from drafters.coupling import TreeNoise
 from drafters.feedback import NOWHERE
-from drafters.network.heads import POLICIES, propose
+from drafters.network.heads import propose, spread
 from drafters.network.layers import Embed
 from drafters.network.pool import WAITING, EntryPool, EntryState, Waiting
 from drafters.network.recording import FeedbackRecorder
@@ -48,7 +48,6 @@ class TrainedWeights:
     embed: Embed
     blocks: int = 2  # M, forwards per tree
     starts: int = 4  # blocks that each further forward starts
-    policy: str = "best_first"  # growth policy, a key of POLICIES
     recorder: FeedbackRecorder | None = None  # records training data of running sequences
     attempt: Attempt = lambda call, otherwise, name: call()  # calls the recorder, and `otherwise` if that raises
     version: Callable[[], int] = lambda: 0  # current weight version of `network`
@@ -127,8 +126,7 @@ class TreeGrower:
         self._forward = forward_of(network, weights.embed, self.pool, self.state)
         self.calibration = RankCalibration(config.block_size, sizes)
         capture, most = sizes.capture, sizes.max_sequences
-        plain = weights.policy == "best_first" and sizes.observer is ignore and capture is None
-        self._has_one_op = plain and weights.blocks == 1
+        self._has_one_op = weights.blocks == 1 and sizes.observer is ignore and capture is None
         self._plan: tuple[BlockNetwork | None, GrowBlock | None] = None, None  # the growth as one op, for these weights
         padding = self.state.padding(most)
         self.take_in = by_batch(self._take_in, capture, most, padding)
@@ -267,7 +265,7 @@ class TreeGrower:
         number, network = len(before), self._weights.network
         ahead = torch.arange(states.shape[2], device=states.device)
         proposal = propose(network, self._for_heads(states), origin.depth[..., None] + 1 + ahead, start.noise)
-        predicted = POLICIES[self._weights.policy](proposal.chances)
+        predicted = spread(proposal.chances)
         is_last, paths = number + 1 == self._weights.blocks, network.traits.paths
         first_number = sum(block.nodes.tokens.shape[1] for block in before)
         offered = origin, proposal.tokens, predicted, self.calibration.trust(number)

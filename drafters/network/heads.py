@@ -1,14 +1,12 @@
 """Computes candidate tokens and their conditional probabilities from a block's states: draft head, sampling noise, rank
-head, growth policy.
+head.
 
 The rank head reads the states and features of the scores by which tokens are ranked (drafters/coupling.py). It predicts
 the class of the target token's rank (SpecBlock appendix B).
 Legend: batch, starts, block = K, draft_vocab, rank = TOP; scores [..., draft_vocab]
 by which tokens are ranked."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 from torch import Tensor
@@ -16,12 +14,12 @@ from torch import Tensor
 from drafters.coupling import TreeNoise
 from drafters.network.served import ServingNetwork
 from kernels import ops
-from kernels.lattice import CLASS_OF_RANK, TOP
+from kernels.lattice import CLASS_OF_RANK
 
 
 @dataclass(frozen=True, slots=True)
 class BlockChances:
-    """Rank features and rank-class logits for each position of a block, from which a policy computes probabilities."""
+    """Rank features and rank-class logits for each position of a block, from which `spread` computes probabilities."""
 
     features: Tensor  # [..., block, NUM_FEATURES], of `rank_features`
     classes: Tensor  # [..., block, 4], logits of the rank classes
@@ -29,7 +27,7 @@ class BlockChances:
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """Candidate tokens at each position of some blocks, with the inputs of a growth policy."""
+    """Candidate tokens at each position of some blocks, with the inputs of `spread`."""
 
     tokens: Tensor  # [batch, starts, block, rank] int64, target ids
     chances: BlockChances
@@ -67,33 +65,7 @@ def rank_class(ids: Tensor, token: Tensor) -> Tensor:
     return torch.where(found.any(-1), (found * classes).sum(-1), 3)
 
 
-Policy = Callable[[BlockChances], Tensor]
-"""Growth policy: returns the conditional probability of each rank given its parent, 0 for no candidate.
-# -> [..., block, rank]"""
-
-
-def best_first(chances: BlockChances) -> Tensor:
-    """Policy that divides the probability of each class among its ranks in proportion to their draft probability.
-    # -> [..., block, rank]"""
+def spread(chances: BlockChances) -> Tensor:
+    """Divide the probability of each class among its ranks in proportion to their draft probability: the conditional
+    probability of each rank given its parent. # -> [..., block, rank]"""
     return ops.on(chances.classes.device).spread_classes(chances.classes, chances.features)
-
-
-def ranked(widths: tuple[int, ...]) -> Policy:
-    """Return a policy that keeps a number of ranks that depends on the likeliest class: `widths` has one number for
-    each class (the paper's maps, appendix B). A width of 0 ends the block."""
-
-    @cache
-    def table(device: torch.device) -> Tensor:
-        return torch.tensor(widths, device=device)
-
-    def policy(chances: BlockChances) -> Tensor:
-        width = table(chances.classes.device)[chances.classes.argmax(-1)]
-        return best_first(chances) * (torch.arange(TOP, device=chances.classes.device) < width[..., None])
-
-    return policy
-
-
-POLICIES: dict[str, Policy] = {
-    "best_first": best_first,
-    "rank": ranked((2, 4, 10, 0)),
-}

@@ -15,8 +15,8 @@ from tests.service.bench.parts import STEP, assembled, save_drafter, save_two_la
 
 def test_kinds_may_name_their_weights() -> None:
     assert kinds_of("memory, specblock=./mine,memory") == [Kind("memory", None), Kind("specblock", Path("mine"))]
-    assert kinds_of("memory+specblock(rank),memory") == [
-        Kind("memory+specblock(rank)", None),
+    assert kinds_of("memory+specblock,memory") == [
+        Kind("memory+specblock", None),
         Kind("memory", None),
     ]
     assert [kind.title for kind in kinds_of("memory,specblock=some/where")] == ["memory", "specblock=where"]

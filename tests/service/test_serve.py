@@ -88,8 +88,8 @@ def test_a_drafter_without_weights_is_served_without_learning(tmp_path: Path, ca
 @pytest.mark.parametrize(
     ("drafter", "sources"),
     [
-        ("specblock(rank)", {"specblock"}),
-        ("memory+specblock(rank)", {"memory", "specblock"}),
+        ("specblock", {"specblock"}),
+        ("memory+specblock", {"memory", "specblock"}),
         ("other", {"of another name"}),
     ],
 )

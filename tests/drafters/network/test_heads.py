@@ -10,7 +10,7 @@ import torch
 from drafters.coupling import TreeNoise, least_kept
 from drafters.network.blocks import path_nodes
 from drafters.network.checkpoint import weights_of
-from drafters.network.heads import POLICIES, BlockChances, best_first, propose, rank_features
+from drafters.network.heads import BlockChances, propose, rank_features, spread
 from drafters.network.served import ServingNetwork
 from drafters.protocol import Noise
 from drafters.trained.specblock import AUTHORS
@@ -72,30 +72,21 @@ def test_a_rank_head_that_reads_the_likeliest_scores_does_not_change_the_draft()
 def test_chances_of_a_class_are_spread_by_draft_probability() -> None:
     draft = torch.tensor([0.4, 0.2, 0.1, 0.1, 0.05, 0.05, 0.02, 0.02, 0.02, 0.02])
     classes = torch.tensor([0.5, 0.3, 0.1, 0.1])
-    chances = best_first(BlockChances(draft.log(), classes.log()))
+    chances = spread(BlockChances(draft.log(), classes.log()))
     assert torch.allclose(chances[0], torch.tensor(0.5))
     assert torch.allclose(chances[1:4], torch.tensor([0.15, 0.075, 0.075]))
     assert torch.allclose(chances[4:].sum(), torch.tensor(0.1))
 
 
-def test_no_policy_is_ever_certain_or_negative() -> None:
+def test_no_rank_is_ever_certain_or_negative() -> None:
     generator = torch.Generator().manual_seed(1)
     draft = torch.rand(50, 4, TOP, generator=generator).sort(-1, descending=True).values
     logprobs, logits = (draft / draft.sum(-1, keepdim=True)).log(), torch.rand(50, 4, 4, generator=generator)
     chances = BlockChances(logprobs, logits)
     sure = BlockChances(torch.eye(TOP)[0].expand(1, 4, TOP).log(), torch.eye(4)[0].expand(1, 4, 4) * 100)
-    for policy in POLICIES.values():
-        for conditional in (policy(chances), policy(sure)):
-            assert (conditional >= 0).all()
-            assert (conditional < 1).all()
-
-
-def test_widths_follow_the_likeliest_class() -> None:
-    draft = torch.full((4, TOP), 0.1)
-    classes = torch.eye(4)[:, None].expand(4, 1, 4) * 0.9 + 0.025
-    chances = BlockChances(draft[:, None].log(), classes.log())
-    widths = {name: (POLICIES[name](chances) > 0).sum(-1)[:, 0].tolist() for name in ("rank", "best_first")}
-    assert widths == {"rank": [2, 4, 10, 0], "best_first": [10, 10, 10, 10]}
+    for conditional in (spread(chances), spread(sure)):
+        assert (conditional >= 0).all()
+        assert (conditional < 1).all()
 
 
 def test_at_temperature_zero_noise_plays_no_part() -> None:
