@@ -47,17 +47,6 @@ struct Activations {  // COLUMNS of a row
     float scale, scaled_sum;
 };
 
-inline Vec fused(Vec a, Vec b, Vec c) {
-#if defined(__AVX512F__)
-    return (Vec)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
-#elif defined(__AVX2__)
-    return (Vec)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
-#else
-    for (int i = 0; i < LANES; i++) c[i] = std::fma(a[i], b[i], c[i]);
-    return c;
-#endif
-}
-
 constexpr float MAGIC = 12582912.0f;  // adding and taking it away rounds to the nearest, ties to even, for |x| < 2^22
 
 #if defined(__AVX512F__)

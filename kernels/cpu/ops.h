@@ -8,8 +8,9 @@ struct Layer {
     float scale, softcap;  // scale in powers of two; softcap 0: none
 
     const float* at(const float* base, int64_t slot, int64_t head) const { return base + (slot * kv_heads + head) * dim; }
+    // Into the second cache: the first has room for few misses at a time, and waits for one of them to end.
     void prefetch(const float* base, int64_t slot, int64_t head) const {
-        for (int64_t d = 0; d < dim; d += LANES) __builtin_prefetch(at(base, slot, head) + d);
+        for (int64_t d = 0; d < dim; d += 16) __builtin_prefetch(at(base, slot, head) + d, 0, 2);
     }
 };
 

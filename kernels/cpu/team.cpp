@@ -99,9 +99,10 @@ Team* team = new Team;  // never destroyed: its helpers run until the process en
 [[maybe_unused]] const int forgets = pthread_atfork(nullptr, nullptr, [] { team = new Team; });
 
 int64_t use_threads(int64_t number) { return width = std::min(number, MOST_THREADS); }
-int64_t threads_in_use() { return width; }
 
 }  // namespace
+
+int64_t threads_in_use() { return width; }
 
 void divide(int64_t count, const void* body, Piece piece) {
     std::unique_lock<std::mutex> mine(team->busy, std::defer_lock);

@@ -5,6 +5,9 @@
 
 using Piece = void (*)(const void* body, int64_t first, int64_t last);
 
+// Threads that compute for the calling one, itself included.
+int64_t threads_in_use();
+
 // Calls piece(body, first, last) for ranges that cover [0, count), and returns when all have been run.
 void divide(int64_t count, const void* body, Piece piece);
 

@@ -1,7 +1,12 @@
 // Tree attention over slots. A row sees positions [start, length) of its own sequence: those below `seen` by the slot table,
 // the rest by its path through the tree, in order of depth. Scores, denominator and values are summed in that order, so
 // that a row's bits depend on its own keys alone.
+//
+// A task is some queries of one sequence and one key/value head: its keys and values are read once for all of them. Lanes
+// of scores are keys, as many as a register holds: few queries and many take the same way.
 #include <algorithm>
+#include <array>
+#include <utility>
 #include <vector>
 
 #include "export.h"
@@ -10,20 +15,123 @@
 
 namespace {
 
-constexpr int MOST_VECTORS = 4;  // of a line of values that are summed at once
-constexpr int KEYS_AT_ONCE = 4;
-constexpr int AHEAD = 8;  // positions between a prefetch and its use: slots lie scattered
+constexpr int MOST_QUERIES = 16;                         // of a task
+constexpr int SCORED_AT_ONCE = REGISTERS / 2;            // queries; the other registers hold keys
+constexpr int MOST_VECTORS = REGISTERS < 32 ? 2 : 4;     // of a line of values that are summed at once
+constexpr int WEIGHED_AT_ONCE = (REGISTERS - 1 - MOST_VECTORS) / (MOST_VECTORS + 1);  // queries, each with its denominator
 constexpr float NEVER = -1e30f;
 
-struct Query {  // one lane: a row and one of its heads
-    int64_t row;
+struct Query {  // a row and one of its heads
+    int64_t row, head;
     int start, length;
 };
 
-Vec score(const float (*queries)[LANES], const float* key, int64_t dim) {
-    Vec sum{};
-    for (int64_t d = 0; d < dim; d++) sum = sum + load(queries[d]) * key[d];
-    return sum;
+struct Task {
+    const Layer& layer;
+    const Rows& rows;
+    const int64_t* table;
+    int64_t head;  // of keys and values
+    int count = 0, first = INT32_MAX, shared = 0, stride = 0;  // positions [first, shared) are read for all queries
+    Query queries[MOST_QUERIES];
+    float scaled[MOST_QUERIES][MOST_DIM];
+    float* lines = nullptr;  // [queries, stride]: scores, then weights, by position from `first` on
+
+    Task(const Layer& layer, const Rows& rows, const int64_t* table, int64_t head)
+        : layer(layer), rows(rows), table(table), head(head) {}
+    float* line(int query, int position) const { return lines + size_t(query) * stride + (position - first); }
+    int64_t own_slot(int64_t row, int position) const { return rows.path_slots[rows.path_start[row] + position - shared]; }
+};
+
+typedef float Quad __attribute__((vector_size(16), aligned(4), may_alias));
+
+// Four numbers of each of LANES / 4 keys, the first and every fourth after it.
+inline Vec every_fourth(const float* const* keys, int64_t d) {
+    auto quad = [&](int key) { return *(const Quad*)(keys[key] + d); };
+#if defined(__AVX512F__)
+    auto pair = [&](int key) { return _mm256_insertf128_ps(_mm256_castps128_ps256((__m128)quad(key)), (__m128)quad(key + 4), 1); };
+    return (Vec)_mm512_insertf32x8(_mm512_castps256_ps512(pair(0)), pair(8), 1);
+#elif defined(__AVX2__)
+    return (Vec)_mm256_insertf128_ps(_mm256_castps128_ps256((__m128)quad(0)), (__m128)quad(4), 1);
+#else
+    return (Vec)quad(0);
+#endif
+}
+
+// Of each four lanes of a and b, from FROM on two pieces of SIZE lanes, by turns.
+template <int SIZE, int FROM, int... I>
+inline Vec by_turns(Vec a, Vec b, std::integer_sequence<int, I...>) {
+    return __builtin_shufflevector(a, b, (I / SIZE % 2 * LANES + I / 4 * 4 + FROM + I % 4 / (2 * SIZE) * SIZE + I % SIZE)...);
+}
+
+// to [dim, LANES]: keys side by side.
+void side_by_side(const float* const* keys, int64_t dim, float* to) {
+    constexpr auto ALL = std::make_integer_sequence<int, LANES>();
+    int64_t d = 0;
+    for (; d + 4 <= dim; d += 4, to += 4 * LANES) {
+        Vec parts[4], halves[4];
+        for (int i = 0; i < 4; i++) parts[i] = every_fourth(keys + i, d);
+        for (int i = 0; i < 4; i += 2) {
+            halves[i] = by_turns<1, 0>(parts[i], parts[i + 1], ALL);
+            halves[i + 1] = by_turns<1, 2>(parts[i], parts[i + 1], ALL);
+        }
+        for (int i = 0; i < 2; i++) {
+            store(to + 2 * i * LANES, by_turns<2, 0>(halves[i], halves[i + 2], ALL));
+            store(to + (2 * i + 1) * LANES, by_turns<2, 2>(halves[i], halves[i + 2], ALL));
+        }
+    }
+    for (; d < dim; d++, to += LANES)
+        for (int lane = 0; lane < LANES; lane++) to[lane] = keys[lane][d];
+}
+
+// Scores of LANES keys [dim, LANES] for some queries, to their lines.
+template <int QUERIES>
+void score_some(const float* keys, int64_t dim, const float (*queries)[MOST_DIM], float* to, int stride) {
+    Vec sums[QUERIES] = {};
+    for (int64_t d = 0; d < dim; d++) {
+        const Vec key = load(keys + d * LANES);
+#pragma GCC unroll 16
+        for (int q = 0; q < QUERIES; q++) sums[q] = fused(splat(queries[q][d]), key, sums[q]);
+    }
+#pragma GCC unroll 16
+    for (int q = 0; q < QUERIES; q++) store(to + q * stride, sums[q]);
+}
+
+using Score = void (*)(const float*, int64_t, const float (*)[MOST_DIM], float*, int);
+template <int... NUMBERS>
+constexpr std::array<Score, sizeof...(NUMBERS)> scores_of(std::integer_sequence<int, NUMBERS...>) {
+    return {score_some<NUMBERS + 1>...};
+}
+
+// Scores of LANES keys from `position` on for queries [begin, end).
+void score_keys(Task& task, const float* const* keys, int begin, int end, int position) {
+    static constexpr auto SCORES = scores_of(std::make_integer_sequence<int, SCORED_AT_ONCE>());
+    alignas(64) float beside[MOST_DIM * LANES];
+    side_by_side(keys, task.layer.dim, beside);
+    for (int query = begin; query < end; query += SCORED_AT_ONCE)
+        SCORES[std::min(SCORED_AT_ONCE, end - query) - 1](beside, task.layer.dim, task.scaled + query,
+                                                          task.line(query, position), task.stride);
+}
+
+void score_all(Task& task, int heads) {
+    const Layer& layer = task.layer;
+    const float* keys[LANES];
+    for (int position = task.first; position < task.shared; position += LANES) {
+        for (int lane = 0; lane < LANES; lane++) {
+            const int at = std::min(position + lane, task.shared - 1);
+            keys[lane] = layer.at(layer.keys, task.table[at], task.head);
+            layer.prefetch(layer.keys, task.table[std::min(at + LANES, task.shared - 1)], task.head);
+            layer.prefetch(layer.values, task.table[at], task.head);  // slots lie scattered
+        }
+        score_keys(task, keys, 0, task.count, position);
+    }
+    for (int query = 0; query < task.count; query += heads) {  // a row's own path
+        const Query& own = task.queries[query];
+        for (int position = task.shared; position < own.length; position += LANES) {
+            for (int lane = 0; lane < LANES; lane++)
+                keys[lane] = layer.at(layer.keys, task.own_slot(own.row, std::min(position + lane, own.length - 1)), task.head);
+            score_keys(task, keys, query, query + heads, position);
+        }
+    }
 }
 
 Vec capped(Vec scores, float softcap) {  // softcap tanh(x / softcap), all in powers of two
@@ -34,108 +142,147 @@ Vec capped(Vec scores, float softcap) {  // softcap tanh(x / softcap), all in po
     return scores < 0.0f ? -bounded : bounded;
 }
 
-// Up to LANES queries of one sequence: some rows, of each `heads` query heads of one key/value head, from `first_head` on.
-template <class T>
-void attend_group(const Layer& layer, const Rows& rows, const int32_t* group_rows, int num_rows, const int64_t* table,
-                  int64_t head, int64_t first_head, int64_t heads, const T* query, T* out) {
-    static thread_local std::vector<float> weights;  // [positions, LANES]
-    float queries[MOST_DIM][LANES] = {};
-    Query lanes[LANES];
-    IVec start{}, length{};
-    const int64_t dim = layer.dim;
-    const int count = int(num_rows * heads);
-    int first = INT32_MAX, common = INT32_MAX, most = 0;
-    for (int lane = 0; lane < count; lane++) {
-        int64_t row = group_rows[lane / heads], own_head = first_head + lane % heads;
-        int end = rows.seen[row] + rows.path_start[row + 1] - rows.path_start[row];
-        int begin = layer.window ? int(std::max<int64_t>(0, end - layer.window)) : 0;
-        lanes[lane] = {row, begin, end};
-        start[lane] = begin, length[lane] = end;
-        first = std::min(first, begin), common = std::min(common, rows.seen[row]), most = std::max(most, end);
-        const T* from = query + (row * layer.query_heads + own_head) * dim;
-        for (int64_t d = 0; d < dim; d++) queries[d][lane] = to_float(from[d]) * layer.scale;
-    }
-    first = std::min(first, common);
-    weights.resize(size_t(most + 1) * LANES);  // the last queries are read beyond their line
-    auto line = [&](int position) { return weights.data() + size_t(position) * LANES; };
-    auto slot_of = [&](int64_t row, int position) {
-        return position < rows.seen[row] ? table[position] : rows.path_slots[rows.path_start[row] + position - rows.seen[row]];
-    };
-
-    int position = first;
-    for (; position + KEYS_AT_ONCE <= common; position += KEYS_AT_ONCE) {
-        const float* keys[KEYS_AT_ONCE];
-        Vec sums[KEYS_AT_ONCE] = {};
-        for (int k = 0; k < KEYS_AT_ONCE; k++) {
-            keys[k] = layer.at(layer.keys, table[position + k], head);
-            layer.prefetch(layer.keys, table[std::min(position + k + AHEAD, common - 1)], head);
-        }
-        for (int64_t d = 0; d < dim; d++) {
-            Vec x = load(queries[d]);
-            for (int k = 0; k < KEYS_AT_ONCE; k++) sums[k] = sums[k] + x * keys[k][d];
-        }
-        for (int k = 0; k < KEYS_AT_ONCE; k++) store(line(position + k), sums[k]);
-    }
-    for (; position < common; position++) store(line(position), score(queries, layer.at(layer.keys, table[position], head), dim));
-    for (int lane = 0; lane < count; lane += int(heads))  // what a row does not share with the others
-        for (int own = common; own < lanes[lane].length; own++) {
-            Vec scores = score(queries, layer.at(layer.keys, slot_of(lanes[lane].row, own), head), dim);
-            for (int h = 0; h < heads; h++) line(own)[lane + h] = scores[lane + h];
-        }
-
-    Vec top = splat(NEVER), total{};
-    for (int i = first; i < most; i++) {
-        IVec visible = (start <= i) & (i < length);
-        Vec scores = visible ? capped(load(line(i)), layer.softcap) : splat(NEVER);
+// A query's scores become weights: powers of two, of which the largest is 1, and 0 where it sees nothing.
+void weights_of(const Task& task, const Query& query, float* line) {
+    Vec top = splat(NEVER);
+    IVec position;
+    for (int lane = 0; lane < LANES; lane++) position[lane] = task.first + lane;
+    const int size = std::max(query.length, task.shared) - task.first;
+    for (int i = 0; i < size; i += LANES, position += LANES) {
+        IVec visible = (query.start <= position) & (position < query.length);
+        Vec scores = visible ? capped(load(line + i), task.layer.softcap) : splat(NEVER);
         top = scores > top ? scores : top;
-        store(line(i), scores);
+        store(line + i, scores);
     }
-    for (int i = first; i < most; i++) {
-        Vec weight = exp2_of(load(line(i)) - top);
-        total = total + weight;
-        store(line(i), weight);
-    }
+    float most = NEVER;
+    for (int lane = 0; lane < LANES; lane++) most = std::max(most, top[lane]);
+    for (int i = 0; i < size; i += LANES) store(line + i, exp2_of(load(line + i) - most));
+}
 
-    auto weigh = [&](auto vectors, int64_t column) {  // so many vectors of all values, from a column on
-        constexpr int VECTORS = vectors, AT_ONCE = std::min(MOST_SUMS / VECTORS, LANES);
-        float end[LANES];  // of a line that fills no whole number of vectors
-        auto value = [&](const float* from, int v) {
-            const float* at = from + column + v * LANES;
-            const int64_t left = dim - column - v * LANES;
-            if (v == VECTORS - 1 && left < LANES) {
-                memset(end, 0, sizeof(end)), memcpy(end, at, size_t(left) * sizeof(float));
-                at = end;
-            }
-            asm("" : "+r"(at));  // or products move into the branches above, where no addition is left to fuse them with
-            return load(at);
-        };
-        for (int lane = 0; lane < count; lane += AT_ONCE) {
-            Vec sums[AT_ONCE][VECTORS] = {};
-            for (int i = first; i < common; i++) {
-                const float* from = layer.at(layer.values, table[i], head);
-                layer.prefetch(layer.values, table[std::min(i + AHEAD, common - 1)], head);
-                Vec values[VECTORS];
-                for (int v = 0; v < VECTORS; v++) values[v] = value(from, v);
-                const float* weight = line(i) + lane;
-                for (int q = 0; q < AT_ONCE; q++)
-                    for (int v = 0; v < VECTORS; v++) sums[q][v] = sums[q][v] + weight[q] * values[v];
-            }
-            for (int q = 0; q < std::min(AT_ONCE, count - lane); q++) {
-                const Query& own = lanes[lane + q];
-                for (int i = common; i < own.length; i++) {
-                    const float* from = layer.at(layer.values, slot_of(own.row, i), head);
-                    for (int v = 0; v < VECTORS; v++) sums[q][v] = sums[q][v] + line(i)[lane + q] * value(from, v);
-                }
-                T* to = out + (own.row * layer.query_heads + first_head + (lane + q) % heads) * dim + column;
-                for (int v = 0; v < VECTORS; v++)
-                    store_end(to + v * LANES, sums[q][v] / total[lane + q], dim - column - v * LANES);
-            }
+template <int VECTORS>
+struct Weighed {  // of a query: values times weights, of some columns, and the weights themselves
+    Vec values[VECTORS], total;
+};
+
+template <int VECTORS>
+inline void read_values(const float* from, int64_t left, Vec (&values)[VECTORS]) {
+    float end[LANES];
+    if (VECTORS == 1 && left < LANES) {
+        memset(end, 0, sizeof(end)), memcpy(end, from, size_t(left) * sizeof(float));
+        from = end;
+    }
+    for (int v = 0; v < VECTORS; v++) values[v] = load(from + v * LANES);
+}
+
+// What queries from `begin` on get of the positions that are read for all, of VECTORS vectors from a column on.
+template <int VECTORS, int QUERIES>
+void weigh_shared(const Task& task, int begin, int64_t column, Weighed<VECTORS>* to) {
+    Vec sums[QUERIES][VECTORS] = {}, totals[QUERIES] = {}, values[VECTORS];
+    const float* weights = task.line(begin, task.first);
+    const int64_t *slot = task.table + task.first, *end = task.table + task.shared, left = task.layer.dim - column;
+    for (; slot < end; slot++, weights++) {
+        read_values(task.layer.at(task.layer.values, *slot, task.head) + column, left, values);
+#pragma GCC unroll 16
+        for (int q = 0; q < QUERIES; q++) {
+            const Vec weight = splat(weights[q * task.stride]);
+            totals[q] = totals[q] + weight;
+#pragma GCC unroll 4
+            for (int v = 0; v < VECTORS; v++) sums[q][v] = fused(weight, values[v], sums[q][v]);
         }
-    };
-    int64_t column = 0;
-    for (; column + (MOST_VECTORS - 1) * LANES < dim; column += MOST_VECTORS * LANES)
-        weigh(std::integral_constant<int, MOST_VECTORS>(), column);
-    for (; column < dim; column += LANES) weigh(std::integral_constant<int, 1>(), column);
+    }
+#pragma GCC unroll 16
+    for (int q = 0; q < QUERIES; q++) {
+        to[q].total = totals[q];
+#pragma GCC unroll 4
+        for (int v = 0; v < VECTORS; v++) to[q].values[v] = sums[q][v];
+    }
+}
+
+// A query's result, to which its own path is added.
+template <int VECTORS, class T>
+void finish(const Task& task, int query, int64_t column, Weighed<VECTORS> sums, T* out) {
+    const Query& own = task.queries[query];
+    const int64_t dim = task.layer.dim;
+    for (int position = task.shared; position < own.length; position++) {
+        Vec values[VECTORS];
+        const int64_t slot = task.own_slot(own.row, position);
+        read_values(task.layer.at(task.layer.values, slot, task.head) + column, dim - column, values);
+        const Vec weight = splat(*task.line(query, position));
+        sums.total = sums.total + weight;
+#pragma GCC unroll 4
+        for (int v = 0; v < VECTORS; v++) sums.values[v] = fused(weight, values[v], sums.values[v]);
+    }
+    T* to = out + (own.row * task.layer.query_heads + own.head) * dim + column;
+#pragma GCC unroll 4
+    for (int v = 0; v < VECTORS; v++) store_end(to + v * LANES, sums.values[v] / sums.total, dim - column - v * LANES);
+}
+
+template <int VECTORS>
+using Weigh = void (*)(const Task&, int, int64_t, Weighed<VECTORS>*);
+template <int VECTORS, int... NUMBERS>
+constexpr std::array<Weigh<VECTORS>, sizeof...(NUMBERS)> weighers(std::integer_sequence<int, NUMBERS...>) {
+    return {weigh_shared<VECTORS, NUMBERS + 1>...};
+}
+
+// Results of queries [begin, begin + count), of VECTORS vectors from a column on.
+template <int VECTORS, class T>
+void weigh(const Task& task, int begin, int count, int64_t column, T* out) {
+    static constexpr auto WEIGHERS = weighers<VECTORS>(std::make_integer_sequence<int, WEIGHED_AT_ONCE>());
+    Weighed<VECTORS> sums[WEIGHED_AT_ONCE];
+    WEIGHERS[count - 1](task, begin, column, sums);
+    for (int q = 0; q < count; q++) finish(task, begin + q, column, sums[q], out);
+}
+
+template <class T>
+void weigh_all(const Task& task, T* out) {
+    constexpr int64_t WIDE = MOST_VECTORS * LANES;
+    const int64_t dim = task.layer.dim;
+    const int parts = (task.count + WEIGHED_AT_ONCE - 1) / WEIGHED_AT_ONCE;
+    for (int part = 0; part < parts; part++) {
+        const int begin = task.count * part / parts, count = task.count * (part + 1) / parts - begin;
+        for (int64_t column = 0; column < dim;)
+            if (dim >= WIDE && column + WIDE - LANES < dim)
+                weigh<MOST_VECTORS>(task, begin, count, std::min(column, dim - WIDE), out), column += WIDE;
+            else  // vectors may overlap: their results are the same
+                weigh<1>(task, begin, count, std::max<int64_t>(0, std::min(column, dim - LANES)), out), column += LANES;
+    }
+}
+
+// Of each of a group's rows the `heads` query heads from `first_head` on, which share one head of keys and values.
+template <class T>
+void add_queries(Task& task, const int32_t* group_rows, int num_rows, int64_t first_head, int64_t heads, const T* query) {
+    const Layer& layer = task.layer;
+    const Rows& rows = task.rows;
+    int longest = 0;
+    for (int i = 0; i < num_rows; i++) {
+        const int64_t row = group_rows[i];
+        const int length = rows.seen[row] + rows.path_start[row + 1] - rows.path_start[row];
+        const int start = layer.window ? int(std::max<int64_t>(0, length - layer.window)) : 0;
+        task.first = std::min(task.first, start), longest = std::max(longest, length);
+        task.shared = std::max(task.shared, rows.seen[row]);  // a tree's rows see all of the table's
+        for (int64_t head = first_head; head < first_head + heads; head++) {
+            float* scaled = task.scaled[task.count];
+            task.queries[task.count++] = {row, head, start, length};
+            const T* from = query + (row * layer.query_heads + head) * layer.dim;
+            for (int64_t d = 0; d < layer.dim; d++) scaled[d] = to_float(from[d]) * layer.scale;
+        }
+    }
+    task.first = std::min(task.first, task.shared);
+    task.stride = (longest - task.first + 2 * LANES - 1) / LANES * LANES;  // a line's last keys may be fewer than LANES
+}
+
+// Each thread gets as many tasks; the rows of what is left over are divided among threads, too.
+template <class Body>
+void for_each_task(int64_t tasks, const Body& body) {
+    const int64_t threads = threads_in_use(), whole = tasks / threads, rest = tasks % threads;
+    const int64_t shares = rest ? threads / rest : 0, of_thread = whole + (rest > 0);
+    for_each(threads * of_thread, false, [=](int64_t number) {
+        const int64_t thread = number / of_thread, own = number % of_thread;
+        if (own < whole)
+            body(thread * whole + own, 0, 1);
+        else if (thread < rest * shares)
+            body(threads * whole + thread / shares, thread % shares, shares);
+    });
 }
 
 }  // namespace
@@ -143,20 +290,28 @@ void attend_group(const Layer& layer, const Rows& rows, const int32_t* group_row
 template <class T>
 void attend(const Layer* layer, const Rows* rows, const int32_t* groups, int64_t num_groups, const int64_t* tables,
             int64_t table_width, const T* query, T* out) {
-    const int64_t all = layer->query_heads / layer->kv_heads, parts = (all + LANES - 1) / LANES;
-    for_each(num_groups * layer->kv_heads * parts, false, [=](int64_t task) {
-        const int32_t* group = groups + task / parts / layer->kv_heads * 3;  // first place in the order, rows, table line
-        const int64_t head = task / parts % layer->kv_heads, part = task % parts;
+    const int64_t all = layer->query_heads / layer->kv_heads, parts = (all + MOST_QUERIES - 1) / MOST_QUERIES;
+    for_each_task(num_groups * layer->kv_heads * parts, [=](int64_t number, int64_t share, int64_t shares) {
+        static thread_local std::vector<float> lines;
+        const int32_t* group = groups + number / parts / layer->kv_heads * 3;  // first place in the order, rows, table line
+        const int64_t head = number / parts % layer->kv_heads, part = number % parts;
         const int64_t first = all * part / parts, heads = all * (part + 1) / parts - first;
-        attend_group(*layer, *rows, rows->order + group[0], group[1], tables + group[2] * table_width, head, head * all + first,
-                     heads, query, out);
+        const int begin = int(group[1] * share / shares), end = int(group[1] * (share + 1) / shares);
+        if (begin == end) return;
+        Task task(*layer, *rows, tables + group[2] * table_width, head);
+        add_queries(task, rows->order + group[0] + begin, end - begin, head * all + first, heads, query);
+        lines.resize(size_t(task.count) * task.stride);
+        task.lines = lines.data();
+        score_all(task, int(heads));
+        for (int i = 0; i < task.count; i++) weights_of(task, task.queries[i], task.line(i, task.first));
+        weigh_all(task, out);
     });
 }
 
 template void attend(const Layer*, const Rows*, const int32_t*, int64_t, const int64_t*, int64_t, const bf16*, bf16*);
 template void attend(const Layer*, const Rows*, const int32_t*, int64_t, const int64_t*, int64_t, const float*, float*);
 
-int64_t attend_lanes() { return LANES; }  // queries that are computed side by side
+int64_t attend_lanes() { return MOST_QUERIES; }  // queries that are computed side by side
 
 EXPORT(attend_lanes)
 EXPORT_TYPES(attend)

@@ -1,6 +1,7 @@
 // As many floats at a time as a register holds, in the compiler's own vectors: one source for AVX2, AVX-512 and NEON.
 // Wider ones compilers take apart by way of memory.
 #pragma once
+#include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <type_traits>
@@ -97,6 +98,18 @@ static inline Vec rounded(Vec x) {
     T kept[LANES];
     store(kept, x);
     return load(kept);
+}
+
+// a b + c with one rounding, wherever a compiler puts it
+static inline Vec fused(Vec a, Vec b, Vec c) {
+#if defined(__AVX512F__)
+    return (Vec)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__AVX2__)
+    return (Vec)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#else
+    for (int i = 0; i < LANES; i++) c[i] = std::fma(a[i], b[i], c[i]);
+    return c;
+#endif
 }
 
 // 2^x for x <= 0 by a polynomial of degree 6 on [-1/2, 1/2]; below -126 it is 0.
