@@ -11,6 +11,7 @@ depth = padded length of a row's path, width = padded length of a list of ids, s
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -323,14 +324,20 @@ def drops_tokens(params: SamplingParams) -> bool:
 
 
 def filters_of(states: Sequence[SamplingState]) -> Filters | None:
-    """Build the filters of these sequences. Returns None if no sequence filters."""
-    device, params = states[0].device, [state.params for state in states]
-    if not any(map(drops_tokens, params)):
+    """Return the filters of these sequences, which must not be changed: batches with the same ones share them. Returns
+    None if no sequence filters."""
+    if not any(drops_tokens(state.params) for state in states):
         return None
-    min_p = [math.log(p.min_p) if p.min_p > 0 else OFF for p in params]
-    top_k = [min(max(state.params.top_k, 0), state.vocab) for state in states]
-    top_p = torch.tensor([p.top_p for p in params], dtype=torch.float64, device=device)
-    return Filters(_floats(min_p, device), torch.tensor(top_k, device=device), top_p)
+    kept = ((p.min_p, min(max(p.top_k, 0), state.vocab), p.top_p) for state in states for p in (state.params,))
+    return _filters(states[0].device, *kept)
+
+
+@lru_cache(maxsize=64)
+def _filters(device: torch.device, *kept: tuple[float, int, float]) -> Filters:
+    min_p, top_k, top_p = zip(*kept, strict=True)
+    logs = [math.log(least) if least > 0 else OFF for least in min_p]
+    masses = torch.tensor(top_p, dtype=torch.float64, device=device)
+    return Filters(_floats(logs, device), torch.tensor(top_k, device=device), masses)
 
 
 def _padded(rows: Sequence[Sequence[float]], dtype: torch.dtype, device: torch.device) -> Tensor:
