@@ -197,7 +197,7 @@ class GatedNetwork:
             return None
         batch = rows.shape[0]
         self._gate.begin(batch, warm=noise.warm)
-        self._survivals.read(survival.sum()[None] / max(1, batch), self._observe_expected)
+        self._survivals.read(survival, self._observe_expected)
         self._ran = self._gate.ask(self._expected, can_answer=self._follows)
         return self.drafter.grow(rows, noise) if self._ran else None
 
@@ -233,5 +233,5 @@ class GatedNetwork:
         self._follows = self.drafter.ready
         self.drafter.on_weights_changed()
 
-    def _observe_expected(self, expected: Sequence[float]) -> None:
-        (self._expected,) = expected
+    def _observe_expected(self, survival: Sequence[Sequence[float]]) -> None:
+        self._expected = sum(map(sum, survival)) / max(1, len(survival))  # survival [batch, nodes]

@@ -1,14 +1,14 @@
 """Reads numbers and times from a device without making the host wait: one step late on a GPU, at once on a CPU."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from time import perf_counter
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-Observe = Callable[[Sequence[float]], None]
-"""Callback that gets the numbers that were read back."""
+Observe = Callable[[Any], None]
+"""Callback that gets the numbers that were read back, as lists."""
 
 
 class Timestamp(Protocol):
@@ -32,7 +32,7 @@ class Readback:
         self._asked: tuple[Tensor, torch.cuda.Event | None, Observe] | None = None
 
     def read(self, values: Tensor, observe: Observe) -> None:
-        """Call `observe` with these values, now or at the next request. # values [count]"""
+        """Call `observe` with these values, now or at the next request. # values [count] or [lines, count]"""
         if not self._late:
             observe(values.tolist())  # planned transfer: none, it is on the host
             return

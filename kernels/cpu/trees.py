@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from kernels.cpu.library import CStruct, call, contiguous, remembered
+from kernels.cpu.library import CStruct, call, contiguous, kept, remembered
 from kernels.lattice import CLASS_OF_RANK, NUM_FEATURES, TOP, Lattice, Picked, StartNodes
 from kernels.memory import ORDERS, Memory
 from kernels.survival import CEILING, CLAIMS, DEPTHS, SIZES, HitCounts, Proposed, Pruned
@@ -144,14 +144,18 @@ def prune_trees(
     widths: Tensor | None = None,
 ) -> Pruned:
     """Same as the reference op. # candidates [batch, nodes] -> [batch, width]"""
-    batch = candidates.batch
-    kept = empty_tree(batch, min(width, candidates.width))
-    claimed, buckets = torch.empty_like(kept.survival), torch.empty_like(kept.tokens)
-    sizes = torch.empty(batch, SIZES, dtype=torch.int64)
+    batch, choices = candidates.batch, (seconds, seconds.shape[0], weights, widths)
     given, constants = contiguous(deepest, max_nodes, rates), (DEPTHS, CLAIMS, CEILING)
-    choices, written = (seconds, seconds.shape[0], weights, widths), (trees_of(kept), claimed, buckets, sizes)
-    call("prune_trees", trees_of(candidates), batch, *given, *constants, *choices, *written)
-    return Pruned(kept, claimed, buckets, sizes)
+    pruned, written = _pruned_of(batch, min(width, candidates.width))
+    call("prune_trees", trees_of(candidates), batch, *given, *constants, *choices, written, *pruned[1:])
+    return pruned
+
+
+@kept
+def _pruned_of(batch: int, width: int) -> tuple[Pruned, CStruct]:
+    """Make pruned trees, and the C structure that fills in the trees."""
+    tree, sizes = empty_tree(batch, width), torch.empty(batch, SIZES, dtype=torch.int64)
+    return Pruned(tree, torch.empty_like(tree.survival), torch.empty_like(tree.tokens), sizes), trees_of(tree)
 
 
 @remembered
@@ -177,9 +181,17 @@ def add_text(memory: Memory, row: int, part: int, tokens: Tensor) -> None:
 
 def grow_joint_tree(memory: Memory, rows: Tensor, network: DraftTree | None, max_nodes: int, least: float) -> DraftTree:
     """Same as the reference op. # rows [batch]"""
-    tree, proposed = empty_tree(rows.shape[0], max_nodes), None if network is None else trees_of(network)
-    call("grow_joint_tree", _structure_of(memory), rows.contiguous(), rows.shape[0], proposed, least, trees_of(tree))
+    proposed = None if network is None else trees_of(network)
+    tree, written = _joint_tree_of(rows.shape[0], max_nodes, network is None)
+    call("grow_joint_tree", _structure_of(memory), rows.contiguous(), rows.shape[0], proposed, least, written)
     return tree
+
+
+@kept
+def _joint_tree_of(batch: int, width: int, alone: bool) -> tuple[DraftTree, CStruct]:
+    """Make trees of the memory alone or of both, and the C structure that fills them in."""
+    tree = empty_tree(batch, width)
+    return tree, trees_of(tree)
 
 
 def learn_committed(

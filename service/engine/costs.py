@@ -13,7 +13,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -28,6 +28,9 @@ FloatArray = npt.NDArray[np.float64]
 Value = TypeVar("Value", float, FloatArray)
 CostKey = Mapping[str, str | int]
 """Cache key of measured seconds: the model, machine and settings that they depend on."""
+Place = tuple[int, int, float]
+"""Where a value lies on a curve known at points: the point to start from, the interval whose slope counts, and the
+distance from that point."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -146,10 +149,8 @@ class OnlineCosts:
 
     def __init__(self, table: CostTable) -> None:
         self._curve = lru_cache(maxsize=2)(table.curve)  # one step uses the same curve several times
-        points = table.rows.tolist()  # planned transfer: numpy, on the host
-        self._at = lru_cache(maxsize=4096)(
-            lambda rows: (_Interval.of(points, rows, ends=False), _Interval.of_logs(rows))
-        )
+        self._points: list[float] = table.rows.tolist()  # planned transfer: numpy, on the host
+        self._places = lru_cache(maxsize=64)(self._places_of)
         self._drift = 0.0
         self._corrections: dict[int, _CurveCorrection] = {}  # corrections by bit length of the batch size
         self._newest = _CurveCorrection(np.zeros_like(_POINTS))  # the correction that was updated last
@@ -161,12 +162,21 @@ class OnlineCosts:
             self._curve(context, sequences),
             self._correction(sequences).logs.tolist(),
         )  # planned transfer: none
+        slopes, log_slopes = _slopes(curve, self._points), _slopes(logs, _LOGS)
         seconds, least = list[float](), math.inf
-        for at, at_log in map(self._at, reversed([*rows])):
+        for (start, slope, ahead), (log_start, log_slope, log_ahead) in self._places(tuple(rows)):
+            log = self._drift + (log_slopes[log_slope] * log_ahead + logs[log_start])
             # Fewer rows cannot take longer than more rows, so corrections of large forwards also lower smaller ones.
-            least = min(least, at.value(curve) * math.exp(self._drift + at_log.value(logs)))
+            least = min(least, (slopes[slope] * ahead + curve[start]) * math.exp(log))
             seconds.append(least)
         return seconds[::-1]
+
+    def _places_of(self, rows: tuple[float, ...]) -> list[tuple[Place, Place]]:
+        """Places of numbers of rows on the table's curve and on a correction, the last one first."""
+        return [
+            (_place_on(self._points, one, ends=False), _place_on(_LOGS, math.log2(one), ends=True))
+            for one in reversed(rows)
+        ]
 
     def forward_seconds(self, rows: int, context: float, sequences: int) -> float:
         """Predict the corrected seconds of one forward."""
@@ -217,33 +227,19 @@ class _CurveCorrection:
         return 1.0 - variance / near.variance
 
 
-class _Interval(NamedTuple):
-    """Where a value lies among points, to interpolate a curve that is known at them."""
+def _place_on(points: Sequence[float], value: float, *, ends: bool) -> Place:
+    """`ends`: whether the curve is flat beyond the last point; else it goes on as before it."""
+    last, above = len(points) - 1, bisect_right(points, value)
+    if 0 < above <= last:
+        return above - 1, above - 1, value - points[above - 1]
+    goes_on = above > 0 and last > 0 and not ends
+    return (last if above else 0), max(0, last - 1), value - points[last] if goes_on else 0.0
 
-    base: int  # index of the point to start from
-    low: int  # index of the point before the interval
-    width: float
-    ahead: float  # distance from the point to start from
 
-    @staticmethod
-    def of(points: Sequence[float], value: float, *, ends: bool) -> "_Interval":
-        """`ends`: whether the curve is flat beyond the last point; else it goes on as before it."""
-        last, above = len(points) - 1, bisect_right(points, value)
-        if not 0 < above <= last:
-            ahead = value - points[last] if above and last and not ends else 0.0
-            base, low = (last, max(0, last - 1)) if above else (0, 0)
-            return _Interval(base, low, points[low + 1] - points[low] if last else 1.0, ahead)
-        return _Interval(above - 1, above - 1, points[above] - points[above - 1], value - points[above - 1])
-
-    @staticmethod
-    def of_logs(rows: float) -> "_Interval":
-        """The place of a number of rows among the points of corrections."""
-        return _Interval.of(_LOGS, math.log2(rows), ends=True)
-
-    def value(self, curve: Sequence[float]) -> float:
-        """Interpolate the curve. # curve [points]"""
-        start = curve[self.base]
-        return start if self.ahead == 0.0 else (curve[self.low + 1] - curve[self.low]) / self.width * self.ahead + start
+def _slopes(curve: Sequence[float], points: Sequence[float]) -> list[float]:
+    """Slope of each interval of a curve; one of 0 if there is none. # both [points]"""
+    pairs = zip(pairwise(curve), pairwise(points), strict=True)
+    return [(high - low) / (after - before) for (low, high), (before, after) in pairs] or [0.0]
 
 
 class _Near(NamedTuple):
