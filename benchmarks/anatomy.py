@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from statistics import fmean
 from typing import Any
@@ -140,12 +141,16 @@ def anatomy(assembly: Assembly, prompts: Sequence[Sequence[int]], measure: Measu
             for kind, engine in engines.items():
                 taken = list[Parts]()
                 asked = [request_of(number, prompt, measure)]
-                run = generate(engine, asked, before_step=lambda step, taken=taken: taken.append(watch.take()))
+                run = generate(engine, asked, before_step=partial(_take, watch, taken))
                 parts = [*taken[1:], watch.take()]
                 if number:  # the first answers warm up
                     timed = zip(run.steps, parts, strict=True)
                     steps[kind] += [(step.seconds, own) for step, own in timed if _counts(step, kind)]
     return _means(steps)
+
+
+def _take(watch: Stopwatch, taken: list[Parts], step: int) -> None:
+    taken.append(watch.take())
 
 
 def _suspended(assembly: Assembly) -> Engine:

@@ -8,14 +8,16 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from adaptation.config import Tuning
 from adaptation.weights import DrafterWeights
 from drafters.training.output_layers import OUTPUT_LAYERS
+from kernels.growth import BlockNetwork, BlockTables, GrownTree
+from kernels.ops import Ops
 from service.assembly import Assembly, assemble
 from service.bench.driver import generate
 from service.bench.lossless import built_in_prompts
@@ -39,16 +41,20 @@ class Seen:
     by_step: defaultdict[int, set[tuple[int, float]]] = field(default_factory=lambda: defaultdict(set))
 
     def watch(self, adaptive: Adaptive) -> None:
-        network, head = adaptive.network, adaptive.network.head
+        network, plan_growth = adaptive.network, adaptive.network.ops.plan_growth
 
-        def note(states: Tensor) -> Tensor:
-            norm = network._planned.rank_head._norm  # as it was published
-            assert norm is not None
-            first = float(norm(torch.ones_like(states)).flatten()[0])
-            self.by_step[self.step].add((adaptive.learner.weights.version, first))
-            return head(states)
+        def plan(weights: BlockNetwork, tables: BlockTables, max_nodes: int) -> Any:
+            grow, first = plan_growth(weights, tables, max_nodes), float(weights.rank_norm[0])  # as it was published
 
-        network.head = note  # type: ignore[method-assign]
+            assert grow is not None, "this network grows by one op"
+
+            def note(*keys: Any, waiting: int) -> GrownTree:
+                self.by_step[self.step].add((adaptive.learner.weights.version, first))
+                return grow(*keys, waiting=waiting)
+
+            return note
+
+        network.ops = Ops(**{**vars(network.ops), "plan_growth": plan})
 
     def check(self) -> int:
         """The number of versions that drafted. Each step had one, each version one set of weights, in order."""

@@ -15,8 +15,9 @@ from drafters.tree import DraftTree, VerifyResult
 from kernels import ops
 from kernels.cpu import library
 from kernels.lattice import Lattice
+from kernels.layers import Embedding
 from kernels.sample import Filters
-from tests.drafters.network.parts import tiny_drafter, tiny_embedding
+from tests.drafters.network.parts import tiny_drafter, tiny_table
 from tests.tiny_models import VOCAB_SIZE
 
 pytestmark = pytest.mark.skipif(library.variant() is None, reason="no kernels are compiled for this processor")
@@ -32,8 +33,7 @@ def drafter(
 ) -> SpecBlockDrafter:
     model = tiny_drafter(**changes).to(dtype)
     network = ServingNetwork(model.config, weights_of(model), in_8_bits=in_8_bits)
-    embed = tiny_embedding(model.config.hidden_size)
-    embed.weight.data = embed.weight.to(dtype)
+    embed = Embedding(tiny_table(model.config.hidden_size).to(dtype))
     sizes = DraftingSizes(
         max_sequences=ROWS,
         max_length=LENGTH,
@@ -118,15 +118,15 @@ def test_one_call_grows_what_the_ops_grow(
                 filters=None if filters is None else filters_of(*filters, len(rows)),
             )
             trees.append(DraftTree(*(value.clone() for value in made.grow(torch.tensor(rows), noise))))
-        near = {"atol": 2e-2, "rtol": 2e-2} if dtype == torch.bfloat16 else {"atol": 1e-4, "rtol": 1e-4}
-        torch.testing.assert_close(trees[0].survival, trees[1].survival, **near)
+        near = 2e-2 if dtype == torch.bfloat16 else 1e-4
+        torch.testing.assert_close(trees[0].survival, trees[1].survival, atol=near, rtol=near)
         if dtype == torch.float32:
             for mine, theirs in zip(trees[0], trees[1], strict=True):
                 if mine.dtype == torch.int64:
                     assert torch.equal(mine, theirs)
         pools = one._grower.pool, other._grower.pool
         assert torch.equal(pools[0].held, pools[1].held)
-        torch.testing.assert_close(pools[0].storage, pools[1].storage, **near)
+        torch.testing.assert_close(pools[0].storage, pools[1].storage, atol=near, rtol=near)
 
 
 def test_trees_of_several_blocks_grow_op_by_op() -> None:
