@@ -12,17 +12,7 @@ from drafters.asking import GatedNetwork
 from drafters.calibration import MIN_SURVIVAL
 from drafters.memory.past import PastAnswers, buckets_per_share, num_shares, power_of_two
 from drafters.memory_counts import MemoryCounts
-from drafters.protocol import (
-    Committed,
-    DraftContext,
-    Drafter,
-    DraftingSizes,
-    HostMetadata,
-    Noise,
-    RankOutcomes,
-    Read,
-    StepTimes,
-)
+from drafters.protocol import Committed, DraftContext, Drafter, DraftingSizes, Noise, RankOutcomes, Read, StepTimes
 from drafters.readback import Observe
 from drafters.tree import MAX_DEPTH, Candidates, DraftTree
 from kernels import ops
@@ -129,8 +119,11 @@ class MemoryDrafter(Drafter):
 
     def commit(self, committed: Committed) -> None:
         network, target_tokens = self._network, committed.result.target_tokens
-        if committed.host is not None and not (committed.follow or self._has_grown or committed.tree.width):
-            self._fall_behind(committed.host)  # so that a suspended memory costs little
+        late = not (committed.follow or self._has_grown or committed.tree.width)
+        if late and committed.host is not None:  # a suspended memory leaves the token of each row to `_catch_up`
+            for row, root in zip(committed.host.rows, committed.host.roots, strict=True):
+                if root - self._behind.setdefault(row, root + 1) >= MAX_DEPTH:  # as many as a path has
+                    self._catch_up()
         else:
             self._catch_up()
             self._behind.clear()
@@ -141,25 +134,19 @@ class MemoryDrafter(Drafter):
         if network is not None:
             network.commit(committed)
 
-    def _fall_behind(self, host: HostMetadata) -> None:
-        """Leave the token that each of these rows gets in this step to `_catch_up`, at most as many as a path has."""
-        behind = [self._behind.setdefault(row, root + 1) for row, root in zip(host.rows, host.roots, strict=True)]
-        if any(root - known >= MAX_DEPTH for root, known in zip(host.roots, behind, strict=True)):
-            self._catch_up()
-
     def _catch_up(self) -> None:
         """Count the tokens that were left, before anything else is read from the memory or written to it."""
         late = {row: known for row, known in self._behind.items() if len(self._texts[row]) > known}
         if not late:
             return
         texts, device = [self._texts[row][known:] for row, known in late.items()], self._memory.entries.device
-        lengths, most = list(map(len, texts)), max(map(len, texts))
+        longest = max(map(len, texts))
         self._behind |= {row: len(self._texts[row]) for row in late}
-        rows, roots, counts = send_lines(device, list(late), [known - 1 for known in late.values()], lengths)
-        tokens = torch.tensor([[*text, *[NO_TOKEN] * (most - len(text))] for text in texts], device=device)
-        self._memory.roots[rows] = roots  # their noise is that of their positions
+        columns = list(late), [known - 1 for known in late.values()], [len(text) for text in texts]
+        rows, self._memory.roots[columns[0]], counts = send_lines(device, *columns)  # noise is that of the positions
+        tokens = torch.tensor([[*text, *[NO_TOKEN] * (longest - len(text))] for text in texts], device=device)
         sums = self._learn((rows, tokens, counts, self._no_trees(len(late)), torch.zeros_like(rows)[:, None]))
-        self._outcomes.read(self.past.with_usage(sums), self._count_late)
+        self._outcomes.read(self.past.with_usage(sums), lambda outcome: self._count(None, (0, 0, *outcome[2:])))
 
     def finish(self, rows: Sequence[int]) -> list[int]:
         self._catch_up()
@@ -236,11 +223,6 @@ class MemoryDrafter(Drafter):
         self.past.count(remembered, known[: len(ORDERS)], *known[len(ORDERS) :])
         if self._network is not None:
             self._network.credit(alone, accepted, committed, observe)
-
-    def _count_late(self, outcome: Sequence[float]) -> None:
-        """Update the counts by tokens of steps without trees: of these none was accepted."""
-        _, _, *others = outcome
-        self._count(None, (0, 0, *others))
 
 
 def text_buckets(max_length: int) -> int:
