@@ -229,6 +229,7 @@ void tile(const Activations* x, const uint8_t* w, int32_t zero, Vec* results, in
     constexpr int SCALES = COLUMNS / SIZE;  // of a block
     constexpr int64_t BYTES = TILE * (COLUMNS * BITS / 8 + 2 * SCALES * (1 + MINIMA));
     Vec sums[ROWS];
+#pragma GCC unroll 8  // all loops over rows, or sums are kept in memory
     for (int r = 0; r < ROWS; r++) sums[r] = results[r];
     for (int64_t block = 0; block < blocks; block++, x++, w += BYTES) {
         for (int64_t i = 0; i < BYTES; i += 64) __builtin_prefetch(w + AHEAD + i, 0, 2);
@@ -254,6 +255,7 @@ void tile(const Activations* x, const uint8_t* w, int32_t zero, Vec* results, in
             }
         }
     }
+#pragma GCC unroll 8
     for (int r = 0; r < ROWS; r++) results[r] = sums[r];
 }
 
