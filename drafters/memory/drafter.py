@@ -2,6 +2,7 @@
 Legend: batch; rows = sequences of the engine's table."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -24,6 +25,15 @@ MAX_ANSWER_TOKENS = 8192
 _LEARNING_RATE = 0.1  # of AdaGrad, for the joint distribution; 0.05 to 0.3 give the same trees
 
 
+@dataclass(slots=True)
+class _Late:
+    """Tokens of steps without drafts, which are counted before the memory is next read."""
+
+    texts: dict[int, Sequence[int]] = field(default_factory=dict)  # row -> tokens, which grow while the sequence runs
+    known: dict[int, int] = field(default_factory=dict)  # row -> leading tokens that are counted
+    has_grown: bool = False  # whether trees were grown since the last commit
+
+
 class MemoryDrafter(Drafter):
     """Proposes tokens that followed the same context earlier: in the sequence itself, in the client's prediction, and
     in past answers of the same scope. With a network, one joint distribution ranks the proposals of both."""
@@ -40,10 +50,7 @@ class MemoryDrafter(Drafter):
         self.past = PastAnswers(self._memory, sizes.memory)
         self._network = None if network is None else GatedNetwork(network, sizes)
         self._outcomes = readback.readback_of(device)
-        self._texts: dict[int, Sequence[int]] = {}  # row -> tokens, which grow while the sequence runs
-        self._behind: dict[int, int] = {}  # row -> leading tokens that are counted, where later ones may not be yet
-        self._has_grown = False  # whether trees were grown since the last commit
-        self._no_trees = partial(DraftTree.empty, device=device)
+        self._late = _Late()
         most, capture = sizes.max_sequences, sizes.capture
         padding, trees = torch.full((most,), most, device=device), DraftTree.padding(most, sizes.max_nodes, device)
         nothing = padding.new_full((most, MAX_DEPTH + 1), NO_TOKEN), torch.zeros_like(padding)
@@ -106,7 +113,7 @@ class MemoryDrafter(Drafter):
 
     def grow(self, rows: Tensor, noise: Noise) -> Candidates:
         self._catch_up()
-        self._has_grown = True
+        self._late.has_grown = True
         if noise.warm:
             self._memory.seeds[rows], self._memory.roots[rows] = noise.seeds, noise.positions
         tree = self.recall(rows)
@@ -119,39 +126,39 @@ class MemoryDrafter(Drafter):
 
     def commit(self, committed: Committed) -> None:
         network, target_tokens = self._network, committed.result.target_tokens
-        late = not (committed.follow or self._has_grown or committed.tree.width)
+        late = not (committed.follow or self._late.has_grown or committed.tree.width)
         if late and committed.host is not None:  # a suspended memory leaves the token of each row to `_catch_up`
             for row, root in zip(committed.host.rows, committed.host.roots, strict=True):
-                if root - self._behind.setdefault(row, root + 1) >= MAX_DEPTH:  # as many as a path has
+                if root - self._late.known.setdefault(row, root + 1) >= MAX_DEPTH:  # as many as a path has
                     self._catch_up()
         else:
             self._catch_up()
-            self._behind.clear()
+            self._late.known.clear()
             observe = None if network is None else network.end_step()
             counts = self._learn((committed.rows, committed.tokens, committed.counts, committed.tree, target_tokens))
             self._outcomes.read(self.past.with_usage(counts), partial(self._count, observe))
-            self._has_grown = False
+            self._late.has_grown = False
         if network is not None:
             network.commit(committed)
 
     def _catch_up(self) -> None:
         """Count the tokens that were left, before anything else is read from the memory or written to it."""
-        late = {row: known for row, known in self._behind.items() if len(self._texts[row]) > known}
+        late = {row: known for row, known in self._late.known.items() if len(self._late.texts[row]) > known}
         if not late:
             return
-        texts, device = [self._texts[row][known:] for row, known in late.items()], self._memory.entries.device
+        texts, device = [self._late.texts[row][known:] for row, known in late.items()], self._memory.entries.device
         longest = max(map(len, texts))
-        self._behind |= {row: len(self._texts[row]) for row in late}
+        self._late.known |= {row: len(self._late.texts[row]) for row in late}
         columns = list(late), [known - 1 for known in late.values()], [len(text) for text in texts]
         rows, self._memory.roots[columns[0]], counts = send_lines(device, *columns)  # noise is that of the positions
         tokens = torch.tensor([[*text, *[NO_TOKEN] * (longest - len(text))] for text in texts], device=device)
-        sums = self._learn((rows, tokens, counts, self._no_trees(len(late)), torch.zeros_like(rows)[:, None]))
+        sums = self._learn((rows, tokens, counts, DraftTree.empty(len(late), device), torch.zeros_like(rows)[:, None]))
         self._outcomes.read(self.past.with_usage(sums), lambda outcome: self._count(None, (0, 0, *outcome[2:])))
 
     def finish(self, rows: Sequence[int]) -> list[int]:
         self._catch_up()
         for row in rows:
-            self._behind.pop(row, None)
+            self._late.known.pop(row, None)
             self.past.end(row)
         if self.network is not None:
             self.network.finish(rows)
@@ -190,8 +197,8 @@ class MemoryDrafter(Drafter):
     def _start(self, context: DraftContext) -> None:
         """Assign a row its parts of the table, and add prompt, prediction and the answer so far to them."""
         memory, row, own = self._memory, context.row, self._own_buckets
-        self._texts[row] = context.tokens
-        self._behind.pop(row, None)
+        self._late.texts[row] = context.tokens
+        self._late.known.pop(row, None)
         first = self._first_own + 2 * row * own
         num_predicted = own if context.prediction else 0
         memory.entries[first : first + own + num_predicted] = 0

@@ -61,8 +61,8 @@ class CostTable:
 @lru_cache(maxsize=16)
 def _by_context(table: CostTable, sequences: int) -> list[list[float]]:
     """Interpolate the seconds for this batch, which rise with the context. # -> [context points, row points]"""
-    found: list[list[float]] = np.maximum.accumulate(_between(table.sequences, sequences, table.seconds)).tolist()
-    return found
+    rising_by_context = np.maximum.accumulate(_between(table.sequences, sequences, table.seconds))
+    return [[*map(float, line)] for line in rising_by_context]
 
 
 def rising(seconds: FloatArray, axis: int = 0) -> FloatArray:
@@ -128,7 +128,7 @@ class Costs:
 
 _PER_OCTAVE = 2
 _POINTS = np.arange(11.0 * _PER_OCTAVE + 1) / _PER_OCTAVE  # log2 of 1, 1.4, 2, 2.8, 4, ... 2048 rows
-_LOGS: list[float] = _POINTS.tolist()
+_LOGS = [*map(float, _POINTS)]
 _DEVIATION = 0.2  # prior standard deviation of a correction, as a natural logarithm
 _OCTAVES = 2.0  # distance in log2 of rows at which the correlation of two corrections is 1/e
 _NOISE = 0.5  # standard deviation of the logarithm of one forward's seconds, including drift of the machine
@@ -158,10 +158,8 @@ class OnlineCosts:
 
     def verify_seconds(self, rows: Iterable[float], context: float, sequences: int) -> list[float]:
         """Predict the corrected seconds of forwards. # rows [n], rising, at least 1 -> [n]"""
-        curve, logs = (
-            self._curve(context, sequences),
-            self._correction(sequences).logs.tolist(),
-        )  # planned transfer: none
+        curve = self._curve(context, sequences)
+        logs = self._correction(sequences).logs.tolist()  # planned transfer: numpy, on the host
         slopes, log_slopes = _slopes(curve, self._points), _slopes(logs, _LOGS)
         seconds, least = list[float](), math.inf
         for (start, slope, ahead), (log_start, log_slope, log_ahead) in self._places(tuple(rows)):
