@@ -3,6 +3,7 @@
 Heavy modules are imported only when a command runs, so that --help is fast.
 """
 
+import json
 from collections.abc import Callable
 from functools import wraps
 from pathlib import Path
@@ -82,6 +83,7 @@ def _serve(
     concurrency: Annotated[str, typer.Option(metavar="N,...", help="Requests in flight.")] = "1",
     stream: Annotated[bool, typer.Option(help="Ask for streams.")] = True,
     ignore_eos: Annotated[bool, typer.Option(help="Continue after the model's end token.")] = True,
+    extra_body: Annotated[str, typer.Option(metavar="JSON", help='More fields, as in {"top_k": 20}.')] = "{}",
     seed: Seed = 0,
     out: Out = None,
 ) -> bool:
@@ -90,6 +92,10 @@ def _serve(
     from service.bench.serve import Entrants, bodies_of, configurations, run_serve
 
     fields = {"temperature": temperature, "max_tokens": max_tokens, "ignore_eos": ignore_eos, "seed": seed}
+    try:
+        fields |= json.loads(extra_body)
+    except (ValueError, TypeError) as error:
+        raise StartupError(f"--extra-body is no JSON object: {error}") from error
     others = dict(server.partition("=")[::2] for server in against or ())
     ours = configurations(servers, others)
     entrants = Entrants(loaded.config, ours, others, api_key, stream)
