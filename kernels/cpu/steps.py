@@ -16,6 +16,10 @@ from kernels.settle import Verified
 from kernels.tree_attention import MAX_DEPTH
 from kernels.trees import DraftTree
 
+_PARTS, _SPARE = 64, 8
+"""Parts of a vocabulary whose maxima bound its largest scores, and maxima beyond top_k that keep that bound below the
+k-th largest score."""
+
 
 def lay_out_rows(
     extends: Sequence[ExtendRows],
@@ -62,7 +66,32 @@ def sample(
     # logits [rows, vocab] -> [rows]"""
     if filters is None:
         return _choose(logits, *contiguous(seeds, positions, temperatures))
-    return reference.sample(logits, seeds, positions, temperatures, filters, noise=noise_of_tokens)
+    few = _contenders(logits, temperatures, filters)
+    if few is None:
+        return reference.sample(logits, seeds, positions, temperatures, filters, noise=noise_of_tokens)
+    ids, drawn = few.to(torch.int32), (seeds, positions, temperatures, filters)
+    chosen = reference.sample(logits[:, few], *drawn, noise=lambda keys, _: noise_of_tokens(keys, ids))
+    return ChosenTokens(few[chosen.tokens], chosen.bad_rows)
+
+
+def _contenders(logits: Tensor, temperatures: Tensor, filters: Filters) -> Tensor | None:
+    """Return ascending ids that include all tokens which top_k can keep in any row, or None where that is not certain
+    (a row without top_k, a score that is not finite, equal scores at the border). Of the maxima of `_PARTS` parts of
+    a row the n-th largest is at most the row's n-th largest score. # logits [rows, vocab] -> [few] int64"""
+    most = int(filters.top_k.max())
+    if most + _SPARE > _PARTS or logits.shape[1] % _PARTS or bool(((filters.top_k <= 0) & (temperatures > 0)).any()):
+        return None
+    peaks = logits.view(len(logits), _PARTS, -1).amax(-1).float()
+    if not bool(peaks.isfinite().all()):
+        return None
+    best = peaks.topk(most + _SPARE).values
+    floor = best[:, -1:]
+    few = (logits >= floor).any(0).nonzero().squeeze(1)
+    warm = temperatures > 0
+    scaled = logits[:, few].float().sub_(best[:, :1]).div_(temperatures.where(warm, 1.0)[:, None])
+    below = (floor - best[:, :1]) / temperatures.where(warm, 1.0)[:, None]  # no other token is scored higher
+    certain = scaled.topk(most).values[:, -1:] > below
+    return few if bool((certain.squeeze(1) | ~warm).all()) else None
 
 
 def noise_of_tokens(keys: Tensor, tokens: Tensor) -> Tensor:

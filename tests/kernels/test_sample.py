@@ -320,6 +320,30 @@ def test_a_row_is_drawn_alike_whether_or_not_a_batch_mate_filters(compiled: Ops)
 
 
 @pytest.mark.usefixtures("compiled")
+@pytest.mark.parametrize("spread", [1.0, 6.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_filtering_few_contenders_is_filtering_the_vocabulary(spread: float, dtype: torch.dtype) -> None:
+    """With equal scores, greedy rows, and rows of which some token is not finite or forbidden."""
+    generator, found = torch.Generator().manual_seed(1), 0
+    for case in range(40):
+        rows, vocab = 1 + case % 5, (640, 8192)[case % 2]
+        logits = (torch.randn(rows, vocab, generator=generator) * spread).to(dtype)
+        if case % 4 == 0:
+            logits = logits.round()
+        logits[0, case] = {7: math.nan, 8: math.inf, 9: -math.inf}.get(case, 0.0)
+        temperatures = 0.1 + 1.5 * torch.rand(rows, generator=generator)
+        temperatures[-1] *= case % 3 > 0
+        top_k, top_p = torch.randint(1, 40, (rows,), generator=generator), torch.rand(rows, generator=generator)
+        filters = Filters(torch.full((rows,), (OFF, -2.0)[case % 2]), top_k, top_p.double())
+        drawn = logits, torch.arange(rows) + case, torch.arange(rows) * 3, temperatures, filters
+        expected = sample(*drawn, noise=compiled_sample.noise_of_tokens)
+        for mine, theirs in zip(compiled_sample.sample(*drawn), expected, strict=True):
+            assert torch.equal(mine, theirs)
+        found += compiled_sample._contenders(logits, temperatures, filters) is not None
+    assert found > 20
+
+
+@pytest.mark.usefixtures("compiled")
 def test_noise_is_the_reference_s_up_to_the_logarithm() -> None:
     keys = row_keys(torch.arange(50), torch.arange(50) * 3)
     noise = compiled_sample.noise_of_tokens(keys, token_ids(20_003, torch.device("cpu")))
