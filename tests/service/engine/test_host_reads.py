@@ -104,7 +104,7 @@ LAUNCHES = {
     "none": (5, 3),
     "memory": (13, 8),
     "specblock": (18, 10),
-    "memory+specblock": (25, 13),
+    "memory+specblock": (22, 13),
 }
 """By drafter, outside of graphs, and graphs replayed; the default one is the last. The memory alone is right here to
 the last node: otherwise slots are freed by one more."""
