@@ -261,7 +261,7 @@ class CostBudget(Budget):
         return self.gate.outlook((*load.decoding, *load.prefilling), load.num_sequences)
 
     def state(self) -> Any:
-        return self.gate.state()
+        return self.gate.decision.state()
 
     def restore(self, state: Any, age_seconds: float) -> None:
         self.gate.restore(state, age_seconds)
@@ -329,7 +329,7 @@ class CostBudget(Budget):
         for one, gain in zip(drafting, gains, strict=True):
             self.gate.settle(one.traffic, gain * one_step)
         own_gains = [length - own / one_step for length, own in zip(accepted, own_extra, strict=True)]
-        self.gate.observe(drafting, accepted, gains, own_gains, sequences, all_drafted=not load.skipped)
+        self.gate.observe(drafting, gains, own_gains, sequences, all_drafted=not load.skipped)
         self.gate.skip(load.skipped, sequences)
         forwards.advance()
 

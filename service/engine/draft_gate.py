@@ -17,7 +17,6 @@ BETWEEN_SEQUENCES = 0.5
 (docs/budget.md)."""
 _DAY_SECONDS = 86_400.0
 """Age at which restored posteriors are as uncertain as the prior: traffic repeats daily at best."""
-_MOST_STEPS = 4096.0
 _BASELINE_STEPS = 2.0
 """Longest step with drafts that hardly pays, in plain steps: an error of the baseline counts up to so many times."""
 
@@ -30,12 +29,6 @@ class SequenceGain:
     may_draft: bool = True  # False if the request disables speculation
     own: GainPosterior | None = None  # gain of the sequence's own steps; None before it has drafted
     trial_steps: int = 0  # remaining steps in which the sequence drafts although its class loses
-    num_tokens: int = 0  # generated tokens, as far as the gate has seen the sequence's steps
-
-    @property
-    def kind(self) -> str:
-        """Kind of text: the traffic class and the octave of the answer's length so far."""
-        return f"{self.traffic}/{self.num_tokens.bit_length()}"
 
     def drafts(self, *, class_may_gain: bool) -> bool:
         """Whether the sequence drafts, by the gain of its own steps and of its class."""
@@ -51,27 +44,6 @@ def traffic_class(temperature: float, *, has_grammar: bool, is_filtered: bool = 
     return f"{heat}+grammar" if has_grammar else heat
 
 
-class AcceptedTokens:
-    """Sums of steps with drafts and of the tokens accepted in them, by kind of text and by traffic class."""
-
-    def __init__(self) -> None:
-        self.sums: dict[str, list[float]] = {}
-
-    def add(self, one: SequenceGain, accepted: int) -> None:
-        """Count a step with drafts; older steps count half each time that `_MOST_STEPS` are reached."""
-        for name in (one.traffic, one.kind):
-            steps, tokens = self.sums.get(name, (0.0, 0.0))
-            weight = 0.5 if steps >= _MOST_STEPS else 1.0
-            self.sums[name] = [weight * steps + 1.0, weight * tokens + accepted]
-
-    def advantage(self, one: SequenceGain) -> float:
-        """Expected tokens per step that the sequence's kind has accepted more than its class. A kind of few steps is
-        taken to be like its class."""
-        steps, tokens = self.sums.get(one.traffic, (0.0, 0.0))
-        own_steps, own_tokens = self.sums.get(one.kind, (0.0, 0.0))
-        return (own_tokens - own_steps * tokens / max(1.0, steps)) / (own_steps + BETWEEN_SEQUENCES**-2)
-
-
 class DraftGate:
     """Decides for which sequences the drafter runs.
 
@@ -84,7 +56,6 @@ class DraftGate:
     def __init__(self, ledger: RegretLedger, single_step_seconds: float) -> None:
         """`single_step_seconds`: seconds of a plain step of one sequence, the unit of the ledger's accounts."""
         self.decision = StepDecision(DRAFTING, ledger)  # keyed by traffic class
-        self._accepted = AcceptedTokens()
         self._single_step_seconds = single_step_seconds
         self._suspended: set[tuple[str, int]] = set()  # suspended traffic classes, each with its batch-size bucket
 
@@ -127,7 +98,6 @@ class DraftGate:
     def observe(
         self,
         sequences: Sequence[SequenceGain],
-        accepted: Sequence[int],
         gains: Sequence[float],
         own_gains: Sequence[float],
         num_sequences: int,
@@ -139,12 +109,10 @@ class DraftGate:
         `gains` share the step's extra time equally, for the classes; `own_gains` charge each sequence only the time
         that leaving it out would have saved. `all_drafted`: whether all decoding sequences of the step drafted.
         """
-        for one, length in zip(sequences, accepted, strict=True):
+        for one in sequences:
             one.trial_steps -= one.trial_steps > 0
             if one.own is None:
-                one.own = GainPosterior(mean=self._expected(one, num_sequences), sd=BETWEEN_SEQUENCES)
-            self._accepted.add(one, length)
-            one.num_tokens += length + 1
+                one.own = GainPosterior(mean=self.gain(num_sequences, one.traffic).mean, sd=BETWEEN_SEQUENCES)
         classes = {one.traffic for one in sequences}
         for traffic in classes:
             of_class = [gain for one, gain in zip(sequences, gains, strict=True) if one.traffic == traffic]
@@ -162,7 +130,6 @@ class DraftGate:
         for traffic in {one.traffic for one in sequences}:
             self.gain(num_sequences, traffic).advance()
         for one in sequences:
-            one.num_tokens += 1
             if one.own is not None:
                 one.own.advance()
 
@@ -190,23 +157,13 @@ class DraftGate:
     def restore(self, state: Any, age_seconds: float) -> None:
         """Continue from a result of `state` that is `age_seconds` old; the older it is, the less certain it becomes.
         Raises the same errors as `StepDecision.restore`."""
-        kinds = {str(name): [float(steps), float(tokens)] for name, (steps, tokens) in state["accepted"].items()}
         self.decision.restore(state, min(1.0, age_seconds / _DAY_SECONDS), self._single_step_seconds)
-        self._accepted.sums = kinds
         self._suspended.clear()
-
-    def state(self) -> dict[str, Any]:
-        """Return what was learnt as JSON values, for `restore`: sums and counts, no tokens and no names."""
-        return {**self.decision.state(), "accepted": self._accepted.sums}
-
-    def _expected(self, one: SequenceGain, num_sequences: int) -> float:
-        """Expected gain of a sequence that has not drafted yet: its class's, more or less by what its kind accepts."""
-        return self.gain(num_sequences, one.traffic).mean + self._accepted.advantage(one)
 
     def _grant_trial(self, one: SequenceGain, num_sequences: int, step_seconds: float) -> None:
         """Grant trial steps to a new sequence of a losing class, if this sequence may still gain and the ledger covers
         the trial."""
         of_class = self.gain(num_sequences, one.traffic)
-        of_one = GainPosterior(mean=self._expected(one, num_sequences), sd=hypot(of_class.sd, BETWEEN_SEQUENCES))
+        of_one = GainPosterior(mean=of_class.mean, sd=hypot(of_class.sd, BETWEEN_SEQUENCES))
         if self.decision.can_afford(one.traffic, TRIAL_STEPS, step_seconds) and of_one.may_gain:
             one.trial_steps = TRIAL_STEPS

@@ -160,9 +160,8 @@ def test_what_was_known_at_the_last_stop_is_known_at_the_start_less_sure_by_its_
         "",
         "[]",
         '{"saved": 0}',
-        '{"saved": 0, "state": {"gains": [["warm", 2, [0, -1, 1, 1]]], "plain": [], "left": [], "accepted": {}}}',
-        '{"saved": 0, "state": {"gains": [], "plain": [], "left": [["warm"]], "accepted": {}}}',
-        '{"saved": 0, "state": {"gains": [], "plain": [], "left": [], "accepted": {"warm": 1}}}',
+        '{"saved": 0, "state": {"gains": [["warm", 2, [0, -1, 1, 1]]], "plain": [], "left": []}}',
+        '{"saved": 0, "state": {"gains": [], "plain": [], "left": [["warm"]]}}',
     ],
 )
 def test_a_file_that_is_damaged_is_left_out(tmp_path: Path, content: str, caplog: pytest.LogCaptureFixture) -> None:
@@ -204,24 +203,6 @@ def test_a_restart_does_not_try_again_what_lost_and_drafts_at_once_what_gained(t
         assert all(len(gains) > 380 and 0 in gains for gains in gaining)
 
 
-def test_a_new_text_starts_from_what_texts_of_its_kind_accepted() -> None:
-    """Answers begin with two tokens more a step than they go on with."""
-    gate = gate_of()
-    for _ in range(20):
-        one = SequenceGain("cool")
-        for step in range(30):
-            gate.observe([one], [3 if step < 2 else 1], [0.0], [0.0], 1, all_drafted=True)
-    first, later = SequenceGain("cool"), SequenceGain("cool", num_tokens=60)
-    for one in (first, later):
-        gate.observe([one], [1], [0.0], [0.0], 1, all_drafted=True)
-    assert first.own is not None
-    assert later.own is not None
-    assert first.own.mean > 0.9 > 0.1 > later.own.mean
-    after = DraftGate(RegretLedger(), 1.0)
-    after.restore(json.loads(json.dumps(gate.state())), 0.0)
-    assert after.state() == gate.state()
-
-
 def test_where_nothing_was_kept_nothing_is_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     policy = budget()
     restore_gains(policy, tmp_path / "gains.json")
@@ -233,7 +214,7 @@ def test_what_is_unsure_of_texts_that_do_not_draft_takes_no_baseline_from_those_
     policy, size = budget(), 2  # of two or three sequences
     known = [["greedy", size, [0.5, 0.0064, 1.0, 100]], ["warm", size, [-0.1, 0.0064, 1.0, 100]]]
     plain = [[size, [1.0, 0.0025, 0.01, 100]]]
-    policy.restore({"gains": known, "plain": plain, "left": [], "accepted": {}}, 0.0)
+    policy.restore({"gains": known, "plain": plain, "left": []}, 0.0)
     texts = SequenceGain("greedy"), SequenceGain("warm")
     assert not policy.gate.needs_plain_step(texts[:1], 2)
     assert policy.gate.needs_plain_step(texts, 2)
