@@ -79,7 +79,11 @@ def _contenders(logits: Tensor, temperatures: Tensor, filters: Filters) -> Tenso
     (a row without top_k, a score that is not finite, equal scores at the border). Of the maxima of `_PARTS` parts of
     a row the n-th largest is at most the row's n-th largest score. # logits [rows, vocab] -> [few] int64"""
     most = int(filters.top_k.max())
-    if most + _SPARE > _PARTS or logits.shape[1] % _PARTS or bool(((filters.top_k <= 0) & (temperatures > 0)).any()):
+    if (
+        not 0 < most <= _PARTS - _SPARE
+        or logits.shape[1] % _PARTS
+        or bool(((filters.top_k <= 0) & (temperatures > 0)).any())
+    ):
         return None
     peaks = logits.view(len(logits), _PARTS, -1).amax(-1).float()
     if not bool(peaks.isfinite().all()):
