@@ -40,7 +40,7 @@ def taught(
         others = [text for text, is_asked in zip(texts, asks, strict=True) if not is_asked]
         if asked:
             seen = [rng.gauss(true_gain[text.traffic], 1.0) for text in asked]
-            gate.observe(asked, [1] * len(asked), seen, seen, len(texts), all_drafted=not others)
+            gate.observe(asked, seen, seen, len(texts), all_drafted=not others)
         gate.skip(others, len(texts))
         asked_steps += len(asked)
     return asked_steps
@@ -83,7 +83,7 @@ def test_a_text_that_loses_leaves_though_its_kind_gains() -> None:
             text for text, asks in zip(texts, gate.choose(texts, starts=False, step_seconds=1.0), strict=True) if asks
         ]
         seen = [rng.gauss(-0.8 if text is bad else 0.5, 1.0) for text in asked]
-        gate.observe(asked, [1] * len(asked), seen, seen, 8, all_drafted=len(asked) == 8)
+        gate.observe(asked, seen, seen, 8, all_drafted=len(asked) == 8)
     assert gate.choose([*good, bad], starts=False, step_seconds=1.0) == [True] * 7 + [False]
 
 
@@ -91,7 +91,7 @@ def test_a_text_that_gains_stays_though_its_kind_loses() -> None:
     gate, lucky = gate_of(), SequenceGain("warm")
     rng = random.Random(0)
     for _ in range(120):
-        gate.observe([lucky], [1], [rng.gauss(0.8, 1.0)], [rng.gauss(0.8, 1.0)], 1, all_drafted=True)
+        gate.observe([lucky], [rng.gauss(0.8, 1.0)], [rng.gauss(0.8, 1.0)], 1, all_drafted=True)
     for _ in range(400):
         gate.gain(1, "warm").observe(-0.5)
     found = [gate.choose([one], starts=False, step_seconds=1.0) for one in (lucky, SequenceGain("warm"))]
@@ -113,7 +113,7 @@ def test_a_sequence_of_a_losing_class_is_tried_and_stays_where_it_gains(
     for _ in range(100):
         if gate.choose([one], starts=False, step_seconds=1.0) == [True]:
             seen = [rng.gauss(true_gain, 1.0)]
-            gate.observe([one], [1], seen, seen, 1, all_drafted=True)
+            gate.observe([one], seen, seen, 1, all_drafted=True)
             steps += 1
     assert steps in drafted
 
@@ -181,7 +181,7 @@ def drafted_gains(file: Path, traffic: str, true_gain: float, seed: int) -> dict
         text = SequenceGain(traffic) if step % 100 == 0 else text
         if policy.gate.choose([text], starts=step % 100 == 0, step_seconds=1.0) == [True]:
             gain = gains[step] = rng.gauss(true_gain, 0.7)
-            policy.gate.observe([text], [1], [gain], [gain], 1, all_drafted=True)
+            policy.gate.observe([text], [gain], [gain], 1, all_drafted=True)
             policy.gate.settle(traffic, gain)
         else:
             policy.gate.skip([text], 1)
