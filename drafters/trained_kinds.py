@@ -10,8 +10,7 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 if TYPE_CHECKING:  # these modules import torch
-    from drafters.network.form import PublishedForm
-    from drafters.network.kind import TrainedKind
+    from drafters.network.form import PublishedForm, TrainedKind
 
 GROUP = "adaptree.drafters"
 
@@ -57,7 +56,7 @@ def loaded(entry: EntryPoint) -> Any:
 
 def is_trained(kind: object) -> "TypeGuard[TrainedKind]":
     """Whether the object of an entry point is a trained kind."""
-    from drafters.network.kind import TrainedKind
+    from drafters.network.form import TrainedKind
 
     return isinstance(kind, TrainedKind)
 

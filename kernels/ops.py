@@ -15,9 +15,8 @@ from torch import Tensor
 
 from kernels.cpu import library
 from kernels.entries import add_entries, place_entries, take_entries
-from kernels.growth import plan_growth
 from kernels.joint_tree import add_text, grow_joint_tree, learn_committed
-from kernels.lattice import grow_lattice, rank_features, spread_classes
+from kernels.lattice import grow_lattice, plan_growth, rank_features, spread_classes
 from kernels.layers import (
     EIGHT_BITS,
     Product,

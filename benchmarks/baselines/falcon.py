@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from benchmarks.baselines.parallel import ParallelStructure
 from drafters.network.config import DrafterConfig, Fields, NetworkTraits
-from drafters.network.kind import TrainedKind
+from drafters.network.form import TrainedKind
 from drafters.network.structure import Structure
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from drafters.network.config import DrafterConfig, Fields, NetworkTraits
-from drafters.network.kind import TrainedKind
+from drafters.network.form import TrainedKind
 from drafters.network.serving import BlockForward
 from drafters.network.structure import Structure
 from drafters.trained.specblock import FusedStructure

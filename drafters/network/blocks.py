@@ -26,8 +26,7 @@ from drafters.protocol import DraftingSizes, Noise, ignore
 from drafters.slots import taken_slots
 from drafters.tree import MAX_DEPTH, DraftTree
 from kernels.graph_runner import GraphRunner, by_batch
-from kernels.growth import BlockNetwork, BlockTables, GrowBlock
-from kernels.lattice import Picked, StartNodes
+from kernels.lattice import BlockNetwork, BlockTables, GrowBlock, Picked, StartNodes
 from kernels.layers import Embedding
 from kernels.sample import Filters
 from kernels.survival import CEILING
@@ -118,7 +117,7 @@ class TreeGrower:
 
     def __init__(self, sizes: DraftingSizes, weights: TrainedWeights) -> None:
         network, config = weights.network, weights.network.config
-        self._weights, self._max_nodes, self._observer = weights, sizes.max_nodes, sizes.observer
+        self._weights, self._sizes = weights, sizes
         further = 0 if network.traits.one_forward else (weights.blocks - 1) * weights.starts * config.block_size
         live = config.forward_size - config.cached_entries + further
         self.pool = EntryPool(network, sizes.num_slots, sequences=sizes.max_sequences, live=live)
@@ -126,7 +125,6 @@ class TreeGrower:
         self._forward = forward_of(network, weights.embed, self.pool, self.state)
         self.calibration = RankCalibration(config.block_size, sizes)
         capture, most = sizes.capture, sizes.max_sequences
-        self._has_one_op = weights.blocks == 1 and sizes.observer is ignore and capture is None
         self._plan: tuple[BlockNetwork | None, GrowBlock | None] = None, None  # the growth as one op, for these weights
         padding = self.state.padding(most)
         self.take_in = by_batch(self._take_in, capture, most, padding)
@@ -170,9 +168,9 @@ class TreeGrower:
 
     def _planned(self) -> GrowBlock | None:
         """Return the growth as one op for the current weights. Returns None if it is not supported."""
-        network, embed = self._weights.network.block_network, self._weights.embed
-        forward = self._forward
-        if not (self._has_one_op and type(forward) is BlockForward and isinstance(embed, Embedding) and network):
+        network, embed, forward = self._weights.network.block_network, self._weights.embed, self._forward
+        is_composed = self.follow or self._sizes.capture is not None or self._sizes.observer is not ignore
+        if is_composed or type(forward) is not BlockForward or not isinstance(embed, Embedding) or network is None:
             return None
         if self._plan[0] is not network:
             tables = BlockTables(
@@ -187,7 +185,7 @@ class TreeGrower:
                 self.calibration.rates,
                 MIN_SURVIVAL,
             )
-            self._plan = network, self._weights.network.ops.plan_growth(network, tables, self._max_nodes)
+            self._plan = network, self._weights.network.ops.plan_growth(network, tables, self._sizes.max_nodes)
         return self._plan[1]
 
     def _grow_planned(self, planned: GrowBlock, keys: Keys, sizes: HostSizes) -> DraftTree:
@@ -200,7 +198,12 @@ class TreeGrower:
             keys.filters if sizes.noise > 1 else None,
             waiting=sizes.waiting,
         )
-        self._weights.record("grown", lambda recorder: recorder.grown(keys.rows, keys.roots, states, logits))
+        self._weights.record(
+            "grown",
+            lambda recorder: recorder.grown(
+                keys.rows, keys.roots.where(tree.num_nodes > 0, NOWHERE), states, logits
+            ),  # without an anchor no node grows
+        )
         return tree
 
     def ingest(self, rows: Tensor, waiting: Waiting) -> None:
@@ -240,7 +243,7 @@ class TreeGrower:
         ops = self._weights.network.ops
         merge = ops.merge_trees if len(grown) > 1 else ops.likeliest_nodes  # paths within one forward all differ
         raw = DraftTree(tokens, parents, depths, survival, num_nodes=rows)  # `num_nodes` of a raw tree is not read
-        tree, chosen = merge(raw, self._max_nodes)
+        tree, chosen = merge(raw, self._sizes.max_nodes)
         self.calibration.keep(rows, tree, chosen, predicted, buckets)
         return tree
 
@@ -271,7 +274,7 @@ class TreeGrower:
         offered = origin, proposal.tokens, predicted, self.calibration.trust(number)
         starts = 0 if is_last else self._weights.starts
         lattice, picked = network.ops.grow_lattice(*offered, first_number, MIN_SURVIVAL, starts)
-        self._observer(lattice, proposal.logits, network.d2t)
+        self._sizes.observer(lattice, proposal.logits, network.d2t)
         buckets = self.calibration.buckets(number).flatten()
         if paths > 1:
             grown = path_nodes(*offered, MIN_SURVIVAL, paths=paths)

@@ -1,5 +1,5 @@
-"""The record of a published form, i.e. of the file format in which another project publishes drafters, and helpers that
-forms share."""
+"""The record that defines a kind of trained drafter, in this package or in a plug-in, and its published forms, i.e. the
+file formats in which other projects publish such drafters; helpers that forms share."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from drafters.network.checkpoint import VOCABULARY, TargetParts, names_tokens
-from drafters.network.config import DrafterConfig
+from drafters.network.config import DrafterConfig, Fields
 
 EMBEDDING = "embed_tokens.weight"
 """Usual name of a stored copy of the target's embedding."""
@@ -37,6 +37,14 @@ class PublishedForm(NamedTuple):
     weights: Callable[[dict[str, Tensor], DrafterConfig, TargetParts], dict[str, Tensor]]
     """Converts the tensors to weights by the names of `checkpoint.weights_of`; the rank head may be missing."""
     reads: Callable[[str], bool] = lambda name: True  # whether the tensor of this name belongs to the drafter
+
+
+class TrainedKind(NamedTuple):
+    """A kind of trained drafter: its config class, the default shape for training, and its published forms."""
+
+    config: type[DrafterConfig]
+    shape: Fields  # fields of `config.json` in which drafters trained here differ from the defaults
+    forms: tuple[PublishedForm, ...] = ()  # file formats of other projects for this kind
 
 
 def named(described: Described) -> tuple[str, ...]:

@@ -12,12 +12,30 @@ from drafters.network.checkpoint import VOCABULARY
 from drafters.network.config import DrafterConfig, NetworkTraits
 from drafters.network.layers import LayerShape
 from drafters.network.model import FEATURE_SCALE, RANK_EPSILON
-from drafters.network.structure import ServedFusedInput, Structure, WeightPlanner
+from drafters.network.structure import ServedFusedInput, ServedNorm, Structure, WeightPlanner
 from kernels import ops
 from kernels.decoder_layer import RowPlaces
-from kernels.growth import BlockNetwork
-from kernels.lattice import TOP
+from kernels.lattice import TOP, BlockNetwork
 from kernels.layers import RunLayers
+
+
+class _Condition:
+    """Serving form of `Input.condition`: a projection of the tapped features, whose parts are normed if there are
+    norms."""
+
+    def __init__(self, config: DrafterConfig, planner: WeightPlanner, epsilon: float) -> None:
+        weights, parts = planner.weights, config.traits.normed_parts
+        gains = [weights[f"input_layer.feature_norms.{part}.weight"] for part in range(parts)]
+        self.gains = planner.tensor(torch.cat(gains)) if gains else None  # [taps * hidden]
+        self.product = planner.product(weights["input_layer.condition_proj.weight"])
+        self._norm = ServedNorm(torch.ones_like(gains[0]), epsilon, planner.ops) if gains else None
+
+    def __call__(self, features: Tensor) -> Tensor:
+        """# features [rows, taps * hidden] -> [rows, hidden]"""
+        if self.gains is not None and self._norm is not None:
+            normed = self._norm(features.reshape(-1, len(self._norm.weight)))
+            features = normed.view(features.shape) * self.gains
+        return self.product(features)
 
 
 class _RankHead:
@@ -44,9 +62,7 @@ class _Planned:
 
     def __init__(self, structure: Structure, planner: WeightPlanner) -> None:
         config, weights = structure.config, planner.weights
-        gains = [weights[f"input_layer.feature_norms.{part}.weight"] for part in range(config.traits.normed_parts)]
-        self.gains = planner.tensor(torch.cat(gains)) if gains else None  # [taps * hidden]
-        self.condition = planner.product(weights["input_layer.condition_proj.weight"])
+        self.condition = _Condition(config, planner, structure.shape.epsilon)
         self.blocks = structure.served_input(planner)
         self.layers = structure.served_layers(planner)
         self.injected = structure.injected_into(self.layers, planner)
@@ -68,8 +84,8 @@ class _Planned:
         if not isinstance(inputs, ServedFusedInput) or ranks.norm is None or others != NetworkTraits(0):
             return None
         return BlockNetwork(
-            *(self.condition, inputs.known, self.head, ranks.hidden, ranks.classes, self.layers, self.shifts),
-            feature_norms=self.gains,
+            *(self.condition.product, inputs.known, self.head, ranks.hidden, ranks.classes, self.layers, self.shifts),
+            feature_norms=self.condition.gains,
             condition_norm=inputs.condition_norm.weight,
             token_norm=inputs.token_norm.weight,
             output_norm=planner.weights["decoder.norm.weight"].detach(),
@@ -113,8 +129,6 @@ class ServingNetwork:
         self._in_place = in_place
         self._planned, self._kept = self._plan(weights)
         self._set_vocabulary(weights[VOCABULARY])
-        width = config.features_size // max(1, self.traits.normed_parts)  # one norm's input
-        self._unit = torch.ones(width, dtype=self.dtype, device=self.device)
 
     @property
     def shape(self) -> LayerShape:
@@ -155,12 +169,7 @@ class ServingNetwork:
 
     def condition(self, features: Tensor) -> Tensor:
         """Return the condition c of tapped target features. # features [rows, taps * hidden] -> [rows, hidden]"""
-        planned, features = self._planned, features.to(self.dtype)
-        if planned.gains is not None:
-            by_tap = features.reshape(-1, len(self._unit))
-            normed = self.ops.add_rms_norm(by_tap, None, self._unit, self.shape.epsilon)
-            features = normed.view(features.shape) * planned.gains
-        return planned.condition(features)
+        return self._planned.condition(features.to(self.dtype))
 
     def blocks(self, context: Tensor, embedded: Tensor) -> Tensor:
         """Return the first layer's input of all entries of blocks (`Input.blocks`). # context, embedded [rows, hidden]

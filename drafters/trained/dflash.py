@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from drafters.network import form
 from drafters.network.checkpoint import HEAD, VOCABULARY, TargetParts
 from drafters.network.config import DrafterConfig, Fields, NetworkTraits, RankHeadShape
-from drafters.network.form import Described, PublishedForm, Tensors
-from drafters.network.kind import TrainedKind
+from drafters.network.form import Described, PublishedForm, Tensors, TrainedKind
 from drafters.network.layers import Embed, Input, LayerShape, Norm
 from drafters.network.serving import InjectedForward
 from drafters.network.structure import ServedInput, ServedLayer, Structure, WeightPlanner

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from drafters.network import form
 from drafters.network.checkpoint import TargetParts
 from drafters.network.config import DrafterConfig, Fields, NetworkTraits, RankHeadShape
-from drafters.network.form import Described, PublishedForm, Tensors
-from drafters.network.kind import TrainedKind
+from drafters.network.form import Described, PublishedForm, Tensors, TrainedKind
 from drafters.network.layers import DrafterDecoder, Input, LayerShape
 from drafters.network.serving import BlockForward
 from drafters.network.structure import ServedInput, ServedLayer, Structure, WeightPlanner, feature_norms

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from drafters.network.checkpoint import HEAD, VOCABULARY, TargetParts
 from drafters.network.config import DrafterConfig, Fields, NetworkTraits, RankHeadShape
-from drafters.network.form import Described, PublishedForm, Tensors, renamed
-from drafters.network.kind import TrainedKind
+from drafters.network.form import Described, PublishedForm, Tensors, TrainedKind, renamed
 from drafters.network.serving import BlockForward
 from drafters.network.structure import Structure
 from drafters.trained.specblock import FusedStructure

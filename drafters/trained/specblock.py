@@ -41,8 +41,7 @@ from torch.nn.functional import linear
 from drafters.network import form
 from drafters.network.checkpoint import TargetParts
 from drafters.network.config import DrafterConfig, Fields, NetworkTraits, RankHeadShape
-from drafters.network.form import Described, PublishedForm, Tensors
-from drafters.network.kind import TrainedKind
+from drafters.network.form import Described, PublishedForm, Tensors, TrainedKind
 from drafters.network.layers import Input, LayerShape
 from drafters.network.model import RANK_CLASSES
 from drafters.network.serving import BlockForward

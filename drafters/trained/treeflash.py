@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.functional import silu
 
 from drafters.network.config import DrafterConfig, Fields, NetworkTraits
-from drafters.network.kind import TrainedKind
+from drafters.network.form import TrainedKind
 from drafters.network.layers import Embed
 from drafters.network.pool import EntryPool, EntryState, Waiting
 from drafters.network.served import ServingNetwork

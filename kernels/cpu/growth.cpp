@@ -22,7 +22,7 @@ Room<T> room(int64_t count) {  // uninitialised
 }
 
 template <class T>
-struct Network {  // of kernels/growth.py
+struct Network {  // of kernels/lattice.py
     Product<T> condition, known, head, rank_hidden, rank_classes;
     const DecoderLayer<T>* layers;
     const Product<T>* shifts;  // [layers - 1], or null

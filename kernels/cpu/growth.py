@@ -1,4 +1,4 @@
-"""Compiled op of `kernels.growth`: one native call from waiting entries to trees."""
+"""Compiled op of `kernels.lattice`: one native call from waiting entries to trees."""
 
 from collections.abc import Sequence
 from ctypes import c_void_p, cast
@@ -10,7 +10,7 @@ from kernels.cpu.entries import tables_of
 from kernels.cpu.layers import CompiledLayers, PackedLinear, PackedWeight, as_tensor, plan_layers
 from kernels.cpu.library import CStruct, call, contiguous, function
 from kernels.cpu.trees import empty_tree, log_of, trees_of
-from kernels.growth import BlockNetwork, BlockTables, GrowBlock, GrownTree
+from kernels.lattice import BlockNetwork, BlockTables, GrowBlock, GrownTree
 from kernels.layers import Product, Weight
 from kernels.sample import Filters
 from kernels.survival import CEILING

@@ -16,7 +16,7 @@ import torch
 from adaptation.config import Tuning
 from adaptation.weights import DrafterWeights
 from drafters.training.output_layers import OUTPUT_LAYERS
-from kernels.growth import BlockNetwork, BlockTables, GrownTree
+from kernels.lattice import BlockNetwork, BlockTables, GrownTree
 from kernels.ops import Ops
 from service.assembly import Assembly, assemble
 from service.bench.driver import generate
