@@ -286,7 +286,7 @@ def test_noise_shared_between_positions_is_noticed() -> None:
     table = _table(case, SEEDS[:1], VOCAB)
     positions = torch.arange(DRAWS)
     none = torch.full((DRAWS, 1), -1)
-    first = _choose(case, table, torch.full((DRAWS,), FIRST), positions, none)
+    first = _choose(case, table, torch.full((DRAWS,), FIRST), positions, none).clone()  # the next choice overwrites it
     second = _choose(case, table, first, positions, first[:, None])
     assert _p_value(_joint_counts(first, second), _joint_law(case)) < ALPHA
     # each token alone looks right, so it takes the joint law to see it

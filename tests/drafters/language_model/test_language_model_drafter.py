@@ -12,7 +12,6 @@ from drafters.language_model.drafter import DEPTH
 from drafters.language_model.forward import OwnKeys
 from drafters.protocol import DraftContext, DraftingSizes, HostMetadata
 from service.engine.requests import GenerationRequest, SamplingParams, SpeculationParams
-from service.errors import StartupError
 from tests.drafters.language_model.parts import (
     SEED,
     Proposals,
@@ -134,8 +133,3 @@ def test_slots_that_hold_another_text_are_not_read() -> None:
     keys.take(torch.tensor([[2, 4]]), torch.tensor([1]))  # only one of them holds a position
     keys.start(DraftContext(1, [5, 6, 7, 8, 9], cached=torch.tensor([4, 2, 7, 5])))
     assert keys.missing(second) == [range(1, 4)]
-
-
-def test_a_draft_model_takes_no_argument() -> None:
-    with pytest.raises(StartupError, match="remove the parentheses"):
-        drafting_engine("draft_model(2)")
