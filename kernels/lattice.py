@@ -15,9 +15,9 @@ not support. Legend: batch, starts = blocks of one forward per sequence, block =
 = starts * block * rank, hidden, width = of the tapped features.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -193,22 +193,25 @@ class GrownTree(NamedTuple):
     logits: Tensor  # [batch, block, draft_vocab]
 
 
-class GrowBlock(Protocol):
-    """Grows one block per sequence."""
+class HostSizes(NamedTuple):
+    """Properties of a batch that the host knows before trees grow, and that select a captured graph."""
 
-    def __call__(
-        self,
-        rows: Tensor,
-        seeds: Tensor,
-        temperatures: Tensor | None,
-        roots: Tensor,
-        filters: Filters | None,
-        *,
-        waiting: int,
-    ) -> GrownTree:
-        """Run at most `waiting` entries of each sequence, and the block at the newest. Without `temperatures` all are
-        0; `filters` lower scores as in drafters/coupling.py.
-        # rows, seeds, roots [batch] int64; temperatures [batch] float32"""
+    waiting: int  # maximum number of waiting entries of a sequence
+    noise: int  # level: 0 if no temperature is above 0, 2 if filters may drop tokens, else 1
+
+
+class Keys(NamedTuple):
+    """The rows of a batch and the keys of its sampling noise; all [batch]."""
+
+    rows: Tensor  # int64
+    seeds: Tensor  # int64
+    temperatures: Tensor  # float32
+    roots: Tensor  # int64, absolute positions
+    filters: Filters  # read at noise level 2 only
+
+
+GrowBlock = Callable[[Keys, HostSizes], GrownTree]
+"""Runs the waiting entries of each sequence, and the block at the newest of them."""
 
 
 def plan_growth(network: BlockNetwork, tables: BlockTables, max_nodes: int) -> GrowBlock | None:

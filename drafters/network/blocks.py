@@ -26,7 +26,7 @@ from drafters.protocol import DraftingSizes, Noise, ignore
 from drafters.slots import taken_slots
 from drafters.tree import MAX_DEPTH, DraftTree
 from kernels.graph_runner import GraphRunner, by_batch
-from kernels.lattice import BlockNetwork, BlockTables, GrowBlock, Picked, StartNodes
+from kernels.lattice import BlockNetwork, BlockTables, GrowBlock, HostSizes, Keys, Picked, StartNodes
 from kernels.layers import Embedding
 from kernels.sample import Filters
 from kernels.survival import CEILING
@@ -57,23 +57,6 @@ class TrainedWeights:
         of running sequences are dropped."""
         if self.recorder is not None:
             self.attempt(partial(call, self.recorder), self.recorder.forget, name)
-
-
-class HostSizes(NamedTuple):
-    """Properties of a batch that the host knows before trees grow, and that select a captured graph."""
-
-    waiting: int  # maximum number of waiting entries of a sequence
-    noise: int  # level: 0 if no temperature is above 0, 2 if filters may drop tokens, else 1
-
-
-class Keys(NamedTuple):
-    """The rows of a batch and the keys of its sampling noise; all [batch]."""
-
-    rows: Tensor  # int64
-    seeds: Tensor  # int64
-    temperatures: Tensor  # float32
-    roots: Tensor  # int64, absolute positions
-    filters: Filters  # read at noise level 2 only
 
 
 class TreeStart(NamedTuple):
@@ -190,14 +173,7 @@ class TreeGrower:
 
     def _grow_planned(self, planned: GrowBlock, keys: Keys, sizes: HostSizes) -> DraftTree:
         """Grow trees of one block by one op."""
-        tree, states, logits = planned(
-            keys.rows,
-            keys.seeds,
-            keys.temperatures if sizes.noise else None,
-            keys.roots,
-            keys.filters if sizes.noise > 1 else None,
-            waiting=sizes.waiting,
-        )
+        tree, states, logits = planned(keys, sizes)
         self._weights.record(
             "grown",
             lambda recorder: recorder.grown(

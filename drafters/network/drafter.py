@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from drafters.asking import ForwardGates
-from drafters.network.blocks import HostSizes, Keys, TrainedWeights, TreeGrower
+from drafters.network.blocks import TrainedWeights, TreeGrower
 from drafters.network.pool import ROOM, Backlog, Waiting
 from drafters.protocol import (
     Committed,
@@ -21,6 +21,7 @@ from drafters.protocol import (
     StepTimes,
 )
 from drafters.tree import Candidates
+from kernels.lattice import HostSizes, Keys
 from kernels.sample import Filters
 
 

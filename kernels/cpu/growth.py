@@ -10,12 +10,11 @@ from kernels.cpu.entries import tables_of
 from kernels.cpu.layers import CompiledLayers, PackedLinear, PackedWeight, as_tensor, plan_layers
 from kernels.cpu.library import CStruct, call, contiguous, function
 from kernels.cpu.trees import empty_tree, log_of, trees_of
-from kernels.lattice import BlockNetwork, BlockTables, GrowBlock, GrownTree
+from kernels.lattice import BlockNetwork, BlockTables, GrowBlock, GrownTree, HostSizes, Keys
 from kernels.layers import Product, Weight
-from kernels.sample import Filters
 from kernels.survival import CEILING
 
-_NONE = (None,) * 4  # where no sequence draws, or none filters
+_READ = 0, 1, 4  # by level of the noise: how many of temperatures and filters are read; the others are null
 
 
 class CompiledGrowth:
@@ -46,20 +45,11 @@ class CompiledGrowth:
         )
         self._results: dict[int, tuple[GrownTree, CStruct]] = {}  # by batch
 
-    def __call__(
-        self,
-        rows: Tensor,
-        seeds: Tensor,
-        temperatures: Tensor | None,
-        roots: Tensor,
-        filters: Filters | None,
-        *,
-        waiting: int,
-    ) -> GrownTree:
-        """See `GrowBlock`. # [batch]"""
-        batch, drawn = rows.shape[0], () if temperatures is None else (temperatures, *(filters or ()))
-        rows, *given = contiguous(rows, seeds, roots, *drawn)
-        keys = *given, *_NONE[len(drawn) :]
+    def __call__(self, keys: Keys, sizes: HostSizes) -> GrownTree:
+        """See `GrowBlock`. # keys [batch]"""
+        batch = keys.rows.shape[0]
+        drawn = (keys.temperatures, *keys.filters)[: _READ[sizes.noise]]
+        given = *contiguous(keys.rows, keys.seeds, keys.roots, *drawn), *[None] * (_READ[-1] - len(drawn))
         if batch not in self._results:
             self._results[batch] = self._buffers(batch)
         grown, tree = self._results[batch]
@@ -67,10 +57,9 @@ class CompiledGrowth:
         call(
             "grow_block",
             *stand,
-            rows,
-            *keys,
+            *given,
             batch,
-            waiting,
+            sizes.waiting,
             self._scratch,
             grown.states,
             grown.logits,

@@ -13,9 +13,9 @@ PRODUCT = modules(*PACKAGES)
 OUTSIDE_KERNELS = modules("service", "adaptation", "drafters")
 
 CODE_LINES = {
-    "product": (PRODUCT, 30_755),
+    "product": (PRODUCT, 30_729),
     BENCHMARKS: (modules(BENCHMARKS), 5_151),
-    "tests": (modules("tests"), 36_047),
+    "tests": (modules("tests"), 36_042),
 }
 """At most so many lines of code (no blank lines, comments, docstrings) in these files."""
 NUM_FILES = 222

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,7 +15,7 @@ import torch
 from adaptation.config import Tuning
 from adaptation.weights import DrafterWeights
 from drafters.training.output_layers import OUTPUT_LAYERS
-from kernels.lattice import BlockNetwork, BlockTables, GrownTree
+from kernels.lattice import BlockNetwork, BlockTables, GrowBlock, GrownTree, HostSizes, Keys
 from kernels.ops import Ops
 from service.assembly import Assembly, assemble
 from service.bench.driver import generate
@@ -43,14 +42,14 @@ class Seen:
     def watch(self, adaptive: Adaptive) -> None:
         network, plan_growth = adaptive.network, adaptive.network.ops.plan_growth
 
-        def plan(weights: BlockNetwork, tables: BlockTables, max_nodes: int) -> Any:
+        def plan(weights: BlockNetwork, tables: BlockTables, max_nodes: int) -> GrowBlock:
             grow, first = plan_growth(weights, tables, max_nodes), float(weights.rank_norm[0])  # as it was published
 
             assert grow is not None, "this network grows by one op"
 
-            def note(*keys: Any, waiting: int) -> GrownTree:
+            def note(keys: Keys, sizes: HostSizes) -> GrownTree:
                 self.by_step[self.step].add((adaptive.learner.weights.version, first))
-                return grow(*keys, waiting=waiting)
+                return grow(keys, sizes)
 
             return note
 
