@@ -38,10 +38,9 @@ Reasons (`REASONS`), with the function that decides on each:
 
 import json
 import logging
-import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -51,7 +50,8 @@ from torch import Tensor
 
 from drafters.decision import GainPosterior, RegretLedger
 from drafters.tree import MAX_NODES
-from service.engine.costs import CostTable, DraftCosts, OnlineCosts, OnlineDraftCosts, write_whole
+from kernels.graph_runner import Numbers
+from service.engine.costs import CostTable, DraftCosts, FloatArray, OnlineCosts, OnlineDraftCosts, write_whole
 from service.engine.draft_gate import DraftGate, SequenceGain
 from service.engine.stats import DraftingOutlook, StepStats
 
@@ -107,11 +107,11 @@ class StepLoad:
         decoding = sorted(self.decoding, key=lambda one: one not in chosen)
         return replace(self, decoding=tuple(decoding), num_drafting=sum(one in chosen for one in decoding))
 
-    def node_rows(self, num_candidates: int) -> Iterable[int]:
-        """Numbers of node rows that the step can choose from, rising from 0. # -> [choices]"""
+    def forward_rows(self, num_candidates: int) -> Sequence[int]:
+        """Numbers of rows of the forwards that the step can choose from, rising from `num_rows`. # -> [choices]"""
         if self.tree_widths is None:
-            return range(num_candidates + 1)
-        return (width * self.num_decoding for width in self.tree_widths)
+            return range(self.num_rows, self.num_rows + num_candidates + 1)
+        return tuple(self.num_rows + width * self.num_decoding for width in self.tree_widths)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,8 +127,8 @@ class DraftBudget:
     drafted: bool  # whether the drafter runs
     followed: bool  # whether the drafter reads the step's tokens, because some sequence drafts now or may do so later
     max_nodes: int = MAX_NODES  # maximum number of nodes of a tree
-    seconds: Callable[[StepLoad, int], list[float]] = lambda load, num_candidates: []
-    """Function like `CostBudget.step_seconds`; returns an empty list if the number of nodes is not chosen by cost."""
+    seconds: Callable[[StepLoad, int], Numbers] = lambda load, num_candidates: ()
+    """Function like `CostBudget.step_seconds`; returns nothing if the number of nodes is not chosen by cost."""
     node_rows: tuple[int, ...] = ()  # rows laid out for nodes, padding included
     tree_sizes: Tensor | None = None  # [decoding, SIZES] int64, see `Pruned`, on the device; None without trees
     num_nodes: tuple[int, ...] = ()  # verified nodes; empty until they are read from the device
@@ -227,14 +227,16 @@ class CostBudget(Budget):
             load=load, reason=reason, drafted=reason == "cost", followed=bool(chosen), seconds=self.step_seconds
         )
 
-    def step_seconds(self, load: StepLoad, num_candidates: int) -> list[float]:
+    def step_seconds(self, load: StepLoad, num_candidates: int) -> FloatArray:
         """Predicted seconds of the step for each choice of `load.node_rows`, without the time of its prompt rows;
         infinite for more nodes than free slots. # -> [choices]"""
-        nodes = [*load.node_rows(num_candidates)]
-        verify = self._costs.verify_seconds([load.num_rows + n for n in nodes], load.context, load.num_sequences)
+        rows = load.forward_rows(num_candidates)
+        verify = self._costs.verify_seconds(rows, load.context, load.num_sequences)
         draft = self._drafts.draft_seconds(load.num_drafting) if load.num_drafting else 0.0
-        rest = draft + self._plain_seconds(load) - verify[0]
-        return [seconds + rest if n <= load.free_slots else math.inf for n, seconds in zip(nodes, verify, strict=True)]
+        verify += draft + self._plain_seconds(load) - verify[0]
+        if rows[-1] - load.num_rows > load.free_slots:
+            verify[np.array(rows) - load.num_rows > load.free_slots] = np.inf
+        return verify
 
     def on_weights_changed(self) -> None:
         self.gate.on_weights_changed()

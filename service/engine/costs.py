@@ -9,11 +9,10 @@ import hashlib
 import json
 import logging
 import math
-from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
-from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -28,9 +27,6 @@ FloatArray = npt.NDArray[np.float64]
 Value = TypeVar("Value", float, FloatArray)
 CostKey = Mapping[str, str | int]
 """Cache key of measured seconds: the model, machine and settings that they depend on."""
-Place = tuple[int, int, float]
-"""Where a value lies on a curve known at points: the point to start from, the interval whose slope counts, and the
-distance from that point."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -45,24 +41,21 @@ class CostTable:
 
     def verify_seconds(self, rows: FloatArray, context: float, sequences: int = 1) -> FloatArray:
         """Predict the seconds of forwards by their number of rows; `context`: mean tokens per sequence. # [n] -> [n]"""
-        return along(self.rows, np.array(self.curve(context, sequences)), rows)
+        return along(self.rows, self.curve(context, sequences), rows)
 
-    def curve(self, context: float, sequences: int) -> list[float]:
+    def curve(self, context: float, sequences: int) -> FloatArray:
         """Interpolate the seconds at the row points for this context length and batch. # -> [row points]"""
         # Made monotonic, because a curve extended beyond the last point could fall, even below zero.
         by_context = _by_context(self, sequences)
-        if len(by_context) == 1:
-            return list(accumulate(by_context[0], max))
-        above, share = _place(self.contexts, context)
-        pairs = zip(by_context[above - 1], by_context[above], strict=True)
-        return list(accumulate((low * (1 - share) + high * share for low, high in pairs), max))
+        raised: FloatArray = np.maximum.accumulate(_between(self.contexts, context, by_context))
+        return raised
 
 
 @lru_cache(maxsize=16)
-def _by_context(table: CostTable, sequences: int) -> list[list[float]]:
+def _by_context(table: CostTable, sequences: int) -> FloatArray:
     """Interpolate the seconds for this batch, which rise with the context. # -> [context points, row points]"""
-    rising_by_context = np.maximum.accumulate(_between(table.sequences, sequences, table.seconds))
-    return [[*map(float, line)] for line in rising_by_context]
+    by_context: FloatArray = np.maximum.accumulate(_between(table.sequences, sequences, table.seconds))
+    return by_context
 
 
 def rising(seconds: FloatArray, axis: int = 0) -> FloatArray:
@@ -128,7 +121,6 @@ class Costs:
 
 _PER_OCTAVE = 2
 _POINTS = np.arange(11.0 * _PER_OCTAVE + 1) / _PER_OCTAVE  # log2 of 1, 1.4, 2, 2.8, 4, ... 2048 rows
-_LOGS = [*map(float, _POINTS)]
 _DEVIATION = 0.2  # prior standard deviation of a correction, as a natural logarithm
 _OCTAVES = 2.0  # distance in log2 of rows at which the correlation of two corrections is 1/e
 _NOISE = 0.5  # standard deviation of the logarithm of one forward's seconds, including drift of the machine
@@ -149,39 +141,38 @@ class OnlineCosts:
 
     def __init__(self, table: CostTable) -> None:
         self._curve = lru_cache(maxsize=2)(table.curve)  # one step uses the same curve several times
-        self._points: list[float] = table.rows.tolist()  # planned transfer: numpy, on the host
-        self._places = lru_cache(maxsize=64)(self._places_of)
+        self._points = table.rows
+        self._weights = lru_cache(maxsize=256)(self._weights_of)
         self._drift = 0.0
         self._corrections: dict[int, _CurveCorrection] = {}  # corrections by bit length of the batch size
         self._newest = _CurveCorrection(np.zeros_like(_POINTS))  # the correction that was updated last
         self._known: dict[tuple[int, float, int], float] = {}  # cache of predictions, cleared by `learn`
 
-    def verify_seconds(self, rows: Iterable[float], context: float, sequences: int) -> list[float]:
+    def verify_seconds(self, rows: Sequence[float], context: float, sequences: int) -> FloatArray:
         """Predict the corrected seconds of forwards. # rows [n], rising, at least 1 -> [n]"""
-        curve = self._curve(context, sequences)
-        logs = self._correction(sequences).logs.tolist()  # planned transfer: numpy, on the host
-        slopes, log_slopes = _slopes(curve, self._points), _slopes(logs, _LOGS)
-        seconds, least = list[float](), math.inf
-        for (start, slope, ahead), (log_start, log_slope, log_ahead) in self._places(tuple(rows)):
-            log = self._drift + (log_slopes[log_slope] * log_ahead + logs[log_start])
-            # Fewer rows cannot take longer than more rows, so corrections of large forwards also lower smaller ones.
-            least = min(least, (slopes[slope] * ahead + curve[start]) * math.exp(log))
-            seconds.append(least)
-        return seconds[::-1]
+        on_table, on_correction = self._weights(rows)
+        logs = on_correction @ self._correction(sequences).logs
+        logs += self._drift
+        seconds: FloatArray = np.exp(logs, out=logs)
+        seconds *= on_table @ self._curve(context, sequences)
+        # Fewer rows cannot take longer than more rows, so corrections of large forwards also lower smaller ones.
+        np.minimum.accumulate(seconds[::-1], out=seconds[::-1])
+        return seconds
 
-    def _places_of(self, rows: tuple[float, ...]) -> list[tuple[Place, Place]]:
-        """Places of numbers of rows on the table's curve and on a correction, the last one first."""
-        return [
-            (_place_on(self._points, one, ends=False), _place_on(_LOGS, math.log2(one), ends=True))
-            for one in reversed(rows)
-        ]
+    def _weights_of(self, rows: Sequence[float]) -> tuple[FloatArray, FloatArray]:
+        """Weights by which the values at the table's points, and at those of a correction, are interpolated at these
+        numbers of rows; a correction is constant beyond its last point. # -> [n, points] each"""
+        values = np.array(rows, dtype=np.float64)
+        logs = np.minimum(np.log2(values), _POINTS[-1])
+        on_table = [along(self._points, unit, values) for unit in np.eye(self._points.size)]
+        return np.stack(on_table, 1), np.stack([along(_POINTS, unit, logs) for unit in np.eye(_POINTS.size)], 1)
 
     def forward_seconds(self, rows: int, context: float, sequences: int) -> float:
         """Predict the corrected seconds of one forward."""
         key = rows, context, sequences
         found = self._known.get(key)
         if found is None:
-            found = self._known[key] = self.verify_seconds((rows,), context, sequences)[0]
+            found = self._known[key] = float(self.verify_seconds((rows,), context, sequences)[0])
         return found
 
     def learn(self, rows: int, context: float, sequences: int, seconds: float) -> float:
@@ -223,21 +214,6 @@ class _CurveCorrection:
         gain *= surprise
         self.logs += gain
         return 1.0 - variance / near.variance
-
-
-def _place_on(points: Sequence[float], value: float, *, ends: bool) -> Place:
-    """`ends`: whether the curve is flat beyond the last point; else it goes on as before it."""
-    last, above = len(points) - 1, bisect_right(points, value)
-    if 0 < above <= last:
-        return above - 1, above - 1, value - points[above - 1]
-    goes_on = above > 0 and last > 0 and not ends
-    return (last if above else 0), max(0, last - 1), value - points[last] if goes_on else 0.0
-
-
-def _slopes(curve: Sequence[float], points: Sequence[float]) -> list[float]:
-    """Slope of each interval of a curve; one of 0 if there is none. # both [points]"""
-    pairs = zip(pairwise(curve), pairwise(points), strict=True)
-    return [(high - low) / (after - before) for (low, high), (before, after) in pairs] or [0.0]
 
 
 class _Near(NamedTuple):

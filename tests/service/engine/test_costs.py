@@ -87,7 +87,7 @@ def test_more_sequences_cost_more() -> None:
 
 
 def seconds(costs: OnlineCosts, rows: float) -> float:
-    return float(costs.verify_seconds(np.array([rows]), 1.0, 1)[0])
+    return float(costs.verify_seconds((rows,), 1.0, 1)[0])
 
 
 def test_a_slower_machine_is_noticed_everywhere_and_first_where_it_is_seen() -> None:
@@ -117,20 +117,20 @@ def test_an_error_of_trees_is_not_taken_for_one_of_more_sequences() -> None:
     for _ in range(60):
         costs.learn(16, 1.0, 8, 6.0)
     costs.learn(16, 1.0, 16, 4.0)
-    of_8 = float(costs.verify_seconds(np.array([16.0]), 1.0, 8)[0])
+    of_8 = float(costs.verify_seconds((16.0,), 1.0, 8)[0])
     assert 5.9 < of_8 < 6.0, "the day may have changed a little"
     for _ in range(60):
         costs.learn(16, 1.0, 16, 4.0)
-    of_16 = float(costs.verify_seconds(np.array([16.0]), 1.0, 16)[0])
+    of_16 = float(costs.verify_seconds((16.0,), 1.0, 16)[0])
     assert abs(of_16 / 4.0 - 1.0) < 0.01
-    assert float(costs.verify_seconds(np.array([16.0]), 1.0, 8)[0]) > 1.25 * of_16
+    assert float(costs.verify_seconds((16.0,), 1.0, 8)[0]) > 1.25 * of_16
 
 
 def test_another_size_of_batch_begins_with_what_is_known_of_the_day() -> None:
     costs = OnlineCosts(ONE_CONTEXT)
     for _ in range(60):
         costs.learn(2, 1.0, 1, 3.0)
-    of_two = float(costs.verify_seconds(np.array([2.0]), 1.0, 2)[0])
+    of_two = float(costs.verify_seconds((2.0,), 1.0, 2)[0])
     assert abs(of_two / 3.0 - 1.0) < 0.01
 
 
@@ -153,7 +153,7 @@ def test_corrections_have_no_jumps() -> None:
     for _ in range(50):
         costs.learn(16, 1.0, 1, 20.0)
         costs.learn(33, 1.0, 1, 1.0)
-    curve = costs.verify_seconds(np.linspace(1.0, 64.0, 2_000), 1.0, 1)
+    curve = costs.verify_seconds(tuple(np.linspace(1.0, 64.0, 2_000)), 1.0, 1)
     assert np.abs(np.diff(np.log(curve))).max() < 0.03
 
 
