@@ -250,15 +250,15 @@ def rotary_store(
     values, norm queries and keys if `head_norms` is given, rotate both, and store keys and values in the pool. A norm
     weight of width dim norms each head; a wider one norms all heads of a row together.
     # joined [rows, (query heads + 2 kv_heads) * dim]; cos, sin [rows, dim]; slots [rows] int64; pool [2, slots,
-    kv_heads, dim]; head_norms of queries and of keys, both [dim], or [query heads * dim] and [kv_heads * dim]
-    -> queries [rows, query heads, dim]"""
+    kv_heads, dim], in one type with joined; head_norms of queries and of keys, both [dim], or [query heads * dim] and
+    [kv_heads * dim] -> queries [rows, query heads, dim]"""
     kv_heads, dim = pool.shape[2:]
     query, key, value = joined.unflatten(1, (-1, dim)).split([query_heads, kv_heads, kv_heads], dim=1)
     if head_norms is not None:
         parts = zip((query, key), head_norms, strict=True)
         query, key = (add_rms_norm(x.reshape(len(x), -1, len(w)), None, w, epsilon).view(x.shape) for x, w in parts)
-    pool[0].index_copy_(0, slots, rotated(key, cos, sin).to(pool.dtype))
-    pool[1].index_copy_(0, slots, value.to(pool.dtype))
+    pool[0].index_copy_(0, slots, rotated(key, cos, sin))
+    pool[1].index_copy_(0, slots, value)
     return rotated(query, cos, sin)
 
 

@@ -38,9 +38,7 @@ class EntryPool:
         self.scratch_places = num_slots * self.entries + scratch  # [sequences, live]
         places = num_slots * self.entries + sequences * live
         shape = (network.config.num_layers, 2, places, network.shape.kv_heads, network.shape.head_dim)
-        # Same dtype as the target's pool: attention on a CPU computes in fp32.
-        dtype = torch.float32 if network.device.type == "cpu" else network.dtype
-        self.storage = torch.zeros(shape, dtype=dtype, device=network.device)
+        self.storage = torch.zeros(shape, dtype=network.dtype, device=network.device)
         held = HeldSlots(num_slots, network.device)
         self.forget, self.forget_all, self.hold, self.holds = held.forget, held.forget_all, held.hold, held.holds
         self.held = held.table

@@ -18,7 +18,7 @@ struct DecoderLayer {
     const T *attention_input, *attention_output, *mlp_input, *mlp_output;  // norms; null where the family has none
     const T *query_norm, *key_norm;
     int64_t norms_whole;  // whether these two are of all heads of a row together
-    Layer attention;
+    Layer<T> attention;
     float epsilon;
 };
 

@@ -18,7 +18,7 @@ template <class T>
 void decode(const DecoderLayer<T>* layers, int64_t count, const Places<T>* at, T* hidden, const T* delta, T* result,
             int64_t rows, T* scratch) {
     for (const DecoderLayer<T>* layer = layers; layer < layers + count; layer++, delta = result) {
-        const Layer& heads = layer->attention;
+        const Layer<T>& heads = layer->attention;
         const int64_t width = layer->output.out, attended_width = layer->output.in;
         T *normed = scratch, *query = normed + rows * width, *attended = query + rows * attended_width;
         T *joined = attended + rows * attended_width, *gated = query;
@@ -26,8 +26,7 @@ void decode(const DecoderLayer<T>* layers, int64_t count, const Places<T>* at, T
         const T* x = add_norm(hidden, delta, layer->attention_input, epsilon, normed, rows, width);
         layer->query_key_value(x, joined, rows);
         rotary_store(joined, at->cos, at->sin, at->slots, layer->query_norm, layer->key_norm, layer->norms_whole, epsilon,
-                     query, const_cast<float*>(heads.keys), const_cast<float*>(heads.values), rows, heads.query_heads,
-                     heads.kv_heads, heads.dim);
+                     query, heads.keys, heads.values, rows, heads.query_heads, heads.kv_heads, heads.dim);
         attend(&heads, &at->rows, at->groups, at->num_groups, at->tables, at->table_width, query, attended);
         layer->output(attended, result, rows);
         add_norm<T>(result, nullptr, layer->attention_output, epsilon, result, rows, width);

@@ -104,7 +104,7 @@ struct Block {
         standing = room<int64_t>(rows), to = room<int64_t>(rows);
         place_entries(&entries, of_rows, batch, positions.get(), slots.get(), count, scratch, net.scratch, size, end.get(),
                       live.get(), at.get(), standing.get(), to.get());
-        const Layer& heads = net.layers->attention;
+        const Layer<T>& heads = net.layers->attention;
         auto cos = room<T>(rows * heads.dim), sin = room<T>(rows * heads.dim);
         for (int64_t row = 0; row < rows; row++) {
             const T* turn = net.rotary + standing[row] * heads.dim;
@@ -137,7 +137,7 @@ struct Block {
             node[row] = std::max<int64_t>(row % each - before, ROOT);
         }
         for (int64_t i = 0; i < batch * size * size; i++) above[i] = i % size <= i / size % size;
-        const Layer& heads = net.layers->attention;
+        const Layer<T>& heads = net.layers->attention;
         const int64_t rows_at_once = std::max<int64_t>(1, attend_lanes() / (heads.query_heads / heads.kv_heads));
         return plan_rows(sequence.get(), at.get(), node.get(), rows, of_rows, end.get(), live.get(), above.get(), batch, size,
                          rows_at_once, order, seen, path_start, path_slots, groups);

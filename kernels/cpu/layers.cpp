@@ -70,7 +70,7 @@ void silu_mul(const T* joined, T* y, int64_t rows, int64_t width) {
 // joined [rows, query heads + 2 kv_heads, dim], cos and sin [rows, dim]
 template <class T>
 void rotary_store(const T* joined, const T* cos, const T* sin, const int64_t* slots, const T* query_norm, const T* key_norm,
-                  int64_t whole, float epsilon, T* query, float* keys, float* values, int64_t rows, int64_t query_heads,
+                  int64_t whole, float epsilon, T* query, T* keys, T* values, int64_t rows, int64_t query_heads,
                   int64_t kv_heads, int64_t dim) {
     const int64_t heads = query_heads + 2 * kv_heads, half = dim / 2;
     for_each(rows, rows * heads * dim <= FEW, [=](int64_t row) {
@@ -81,8 +81,7 @@ void rotary_store(const T* joined, const T* cos, const T* sin, const int64_t* sl
             const T* x = joined + (row * heads + head) * dim;
             int64_t key = head - query_heads, value = key - kv_heads;
             if (value >= 0) {
-                float* to = values + (slots[row] * kv_heads + value) * dim;
-                for (int64_t i = 0; i < dim; i++) to[i] = to_float(x[i]);
+                memcpy(values + (slots[row] * kv_heads + value) * dim, x, size_t(dim) * sizeof(T));
                 continue;
             }
             if (const T* weight = key >= 0 ? key_norm : query_norm) {
@@ -98,10 +97,8 @@ void rotary_store(const T* joined, const T* cos, const T* sin, const int64_t* sl
                 float high = rounded<T>(b * to_float(c[i + half])) + rounded<T>(a * to_float(s[i + half]));
                 put(turned + i, low), put(turned + i + half, high);
             }
-            if (key < 0)
-                memcpy(query + (row * query_heads + head) * dim, turned, size_t(dim) * sizeof(T));
-            else
-                for (int64_t i = 0; i < dim; i++) keys[(slots[row] * kv_heads + key) * dim + i] = to_float(turned[i]);
+            T* to = key < 0 ? query + row * query_heads * dim : keys + slots[row] * kv_heads * dim;
+            memcpy(to + (key < 0 ? head : key) * dim, turned, size_t(dim) * sizeof(T));
         }
     });
 }
@@ -111,7 +108,7 @@ template void add_rms_norm(float*, const float*, const float*, float, float*, in
 template void silu_mul(const bf16*, bf16*, int64_t, int64_t);
 template void silu_mul(const float*, float*, int64_t, int64_t);
 template void rotary_store(const bf16*, const bf16*, const bf16*, const int64_t*, const bf16*, const bf16*, int64_t, float, bf16*,
-                           float*, float*, int64_t, int64_t, int64_t, int64_t);
+                           bf16*, bf16*, int64_t, int64_t, int64_t, int64_t);
 template void rotary_store(const float*, const float*, const float*, const int64_t*, const float*, const float*, int64_t, float,
                            float*, float*, float*, int64_t, int64_t, int64_t, int64_t);
 

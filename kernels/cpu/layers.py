@@ -160,7 +160,9 @@ def rotary_store(
     head_norms: tuple[Tensor, Tensor] | None,
     epsilon: float,
 ) -> Tensor:
-    """Same as the reference op. # pool [2, slots, kv_heads, dim] float32 -> [rows, query heads, dim]"""
+    """Same as the reference op; the pool must have the type of `joined`.
+    # pool [2, slots, kv_heads, dim] -> [rows, query heads, dim]"""
+    assert pool.dtype == joined.dtype, f"{pool.dtype} keeps no {joined.dtype}"
     rows, kv_heads, dim = slots.shape[0], *pool.shape[2:]
     query, norms = joined.new_empty(rows, query_heads, dim), head_norms or (None, None)
     written, sizes = (query, *halves(pool)), (rows, query_heads, kv_heads, dim)
@@ -188,6 +190,7 @@ class CompiledLayers:
         attention = places.attention
         assert isinstance(attention, CompiledAttention), "attention was planned by other ops"
         assert hidden.is_contiguous(), "it is changed in place"
+        assert hidden.dtype == self._pools[0].dtype, f"{self._pools[0].dtype} keeps no {hidden.dtype}"
         result, rows = torch.empty_like(hidden), hidden.shape[0]
         scratch, where = hidden.new_empty(rows * self.scratch), (places.cos, places.sin, places.slots)
         at = CStruct(*where, *attention.rows.words, *attention.groups_and_table)

@@ -161,7 +161,7 @@ def function(name: str, dtype: torch.dtype | None = None) -> Any:
 
 
 def halves(pool: Tensor) -> tuple[int, int]:
-    """Return the addresses of a layer's keys and of its values. # pool [2, slots, kv_heads, head_dim] float32"""
+    """Return the addresses of a layer's keys and of its values. # pool [2, slots, kv_heads, head_dim]"""
     keys = pool.data_ptr()
     return keys, keys + pool.stride(0) * pool.itemsize
 

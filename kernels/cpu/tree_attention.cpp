@@ -26,8 +26,9 @@ struct Query {  // a row and one of its heads
     int start, length;
 };
 
+template <class T>
 struct Task {
-    const Layer& layer;
+    const Layer<T>& layer;
     const Rows& rows;
     const int64_t* table;
     int64_t head;  // of keys and values
@@ -36,16 +37,17 @@ struct Task {
     float scaled[MOST_QUERIES][MOST_DIM];
     float* lines = nullptr;  // [queries, stride]: scores, then weights, by position from `first` on
 
-    Task(const Layer& layer, const Rows& rows, const int64_t* table, int64_t head)
+    Task(const Layer<T>& layer, const Rows& rows, const int64_t* table, int64_t head)
         : layer(layer), rows(rows), table(table), head(head) {}
     float* line(int query, int position) const { return lines + size_t(query) * stride + (position - first); }
     int64_t own_slot(int64_t row, int position) const { return rows.path_slots[rows.path_start[row] + position - shared]; }
 };
 
-typedef float Quad __attribute__((vector_size(16), aligned(4), may_alias));
+typedef float Quad __attribute__((vector_size(16), aligned(2), may_alias));
 
-// Four numbers of each of LANES / 4 keys, the first and every fourth after it.
-inline Vec every_fourth(const float* const* keys, int64_t d) {
+// 16 bytes of each of LANES / 4 keys, the first and every fourth after it.
+template <class T>
+inline Vec every_fourth(const T* const* keys, int64_t d) {
     auto quad = [&](int key) { return *(const Quad*)(keys[key] + d); };
 #if defined(__AVX512F__)
     auto pair = [&](int key) { return _mm256_insertf128_ps(_mm256_castps128_ps256((__m128)quad(key)), (__m128)quad(key + 4), 1); };
@@ -63,11 +65,24 @@ inline Vec by_turns(Vec a, Vec b, std::integer_sequence<int, I...>) {
     return __builtin_shufflevector(a, b, (I / SIZE % 2 * LANES + I / 4 * 4 + FROM + I % 4 / (2 * SIZE) * SIZE + I % SIZE)...);
 }
 
+// Of two bf16 that lie in 32 bits.
+inline Vec low_of(IVec pair) { return (Vec)(pair << 16); }
+inline Vec high_of(IVec pair) { return (Vec)(pair & INT32_C(-65536)); }
+
+// A column of keys, or two that lie in 32 bits.
+inline float* put_columns(float* to, const float*, Vec column) { return store(to, column), to + LANES; }
+inline float* put_columns(float* to, const bf16*, Vec pair) {
+    store(to, low_of((IVec)pair)), store(to + LANES, high_of((IVec)pair));
+    return to + 2 * LANES;
+}
+
 // to [dim, LANES]: keys side by side.
-void side_by_side(const float* const* keys, int64_t dim, float* to) {
+template <class T>
+void side_by_side(const T* const* keys, int64_t dim, float* to) {
     constexpr auto ALL = std::make_integer_sequence<int, LANES>();
+    constexpr int64_t PIECE = 16 / sizeof(T);
     int64_t d = 0;
-    for (; d + 4 <= dim; d += 4, to += 4 * LANES) {
+    for (; d + PIECE <= dim; d += PIECE) {
         Vec parts[4], halves[4];
         for (int i = 0; i < 4; i++) parts[i] = every_fourth(keys + i, d);
         for (int i = 0; i < 4; i += 2) {
@@ -75,12 +90,12 @@ void side_by_side(const float* const* keys, int64_t dim, float* to) {
             halves[i + 1] = by_turns<1, 2>(parts[i], parts[i + 1], ALL);
         }
         for (int i = 0; i < 2; i++) {
-            store(to + 2 * i * LANES, by_turns<2, 0>(halves[i], halves[i + 2], ALL));
-            store(to + (2 * i + 1) * LANES, by_turns<2, 2>(halves[i], halves[i + 2], ALL));
+            to = put_columns(to, *keys, by_turns<2, 0>(halves[i], halves[i + 2], ALL));
+            to = put_columns(to, *keys, by_turns<2, 2>(halves[i], halves[i + 2], ALL));
         }
     }
     for (; d < dim; d++, to += LANES)
-        for (int lane = 0; lane < LANES; lane++) to[lane] = keys[lane][d];
+        for (int lane = 0; lane < LANES; lane++) to[lane] = to_float(keys[lane][d]);
 }
 
 // Scores of LANES keys [dim, LANES] for some queries, to their lines.
@@ -103,7 +118,8 @@ constexpr std::array<Score, sizeof...(NUMBERS)> scores_of(std::integer_sequence<
 }
 
 // Scores of LANES keys from `position` on for queries [begin, end).
-void score_keys(Task& task, const float* const* keys, int begin, int end, int position) {
+template <class T>
+void score_keys(Task<T>& task, const T* const* keys, int begin, int end, int position) {
     static constexpr auto SCORES = scores_of(std::make_integer_sequence<int, SCORED_AT_ONCE>());
     alignas(64) float beside[MOST_DIM * LANES];
     side_by_side(keys, task.layer.dim, beside);
@@ -112,9 +128,10 @@ void score_keys(Task& task, const float* const* keys, int begin, int end, int po
                                                           task.line(query, position), task.stride);
 }
 
-void score_all(Task& task, int heads) {
-    const Layer& layer = task.layer;
-    const float* keys[LANES];
+template <class T>
+void score_all(Task<T>& task, int heads) {
+    const Layer<T>& layer = task.layer;
+    const T* keys[LANES];
     for (int position = task.first; position < task.shared; position += LANES) {
         for (int lane = 0; lane < LANES; lane++) {
             const int at = std::min(position + lane, task.shared - 1);
@@ -143,7 +160,8 @@ Vec capped(Vec scores, float softcap) {  // softcap tanh(x / softcap), all in po
 }
 
 // A query's scores become weights: powers of two, of which the largest is 1, and 0 where it sees nothing.
-void weights_of(const Task& task, const Query& query, float* line) {
+template <class T>
+void weights_of(const Task<T>& task, const Query& query, float* line) {
     Vec top = splat(NEVER);
     IVec position;
     for (int lane = 0; lane < LANES; lane++) position[lane] = task.first + lane;
@@ -164,19 +182,36 @@ struct Weighed {  // of a query: values times weights, of some columns, and the 
     Vec values[VECTORS], total;
 };
 
-template <int VECTORS>
-inline void read_values(const float* from, int64_t left, Vec (&values)[VECTORS]) {
-    float end[LANES];
-    if (VECTORS == 1 && left < LANES) {
-        memset(end, 0, sizeof(end)), memcpy(end, from, size_t(left) * sizeof(float));
-        from = end;
-    }
-    for (int v = 0; v < VECTORS; v++) values[v] = load(from + v * LANES);
+// 2 LANES values as two vectors, as their type does it best: bf16 at even and at odd places.
+inline void load_two(const float* from, Vec& first, Vec& second) { first = load(from), second = load(from + LANES); }
+inline void load_two(const bf16* from, Vec& even, Vec& odd) {
+    IVec pairs;
+    memcpy(&pairs, from, sizeof(pairs));
+    even = low_of(pairs), odd = high_of(pairs);
+}
+
+template <int... I>
+inline void store_two(float* to, Vec first, Vec second, std::integer_sequence<int, I...>) {
+    store(to, first), store(to + LANES, second);
+}
+template <int... I>
+inline void store_two(bf16* to, Vec even, Vec odd, std::integer_sequence<int, I...>) {
+    store(to, __builtin_shufflevector(even, odd, (I / 2 + I % 2 * LANES)...));
+    store(to + LANES, __builtin_shufflevector(even, odd, (LANES / 2 + I / 2 + I % 2 * LANES)...));
+}
+
+template <int VECTORS, class T>
+inline void read_values(const T* from, int64_t left, Vec (&values)[VECTORS]) {
+    if constexpr (VECTORS == 1)
+        values[0] = load_end(from, left);
+    else
+#pragma GCC unroll 4
+        for (int v = 0; v < VECTORS; v += 2) load_two(from + v * LANES, values[v], values[v + 1]);
 }
 
 // What queries from `begin` on get of the positions that are read for all, of VECTORS vectors from a column on.
-template <int VECTORS, int QUERIES>
-void weigh_shared(const Task& task, int begin, int64_t column, Weighed<VECTORS>* to) {
+template <int VECTORS, int QUERIES, class T>
+void weigh_shared(const Task<T>& task, int begin, int64_t column, Weighed<VECTORS>* to) {
     Vec sums[QUERIES][VECTORS] = {}, totals[QUERIES] = {}, values[VECTORS];
     const float* weights = task.line(begin, task.first);
     const int64_t *slot = task.table + task.first, *end = task.table + task.shared, left = task.layer.dim - column;
@@ -200,7 +235,7 @@ void weigh_shared(const Task& task, int begin, int64_t column, Weighed<VECTORS>*
 
 // A query's result, to which its own path is added.
 template <int VECTORS, class T>
-void finish(const Task& task, int query, int64_t column, Weighed<VECTORS> sums, T* out) {
+void finish(const Task<T>& task, int query, int64_t column, Weighed<VECTORS> sums, T* out) {
     const Query& own = task.queries[query];
     const int64_t dim = task.layer.dim;
     for (int position = task.shared; position < own.length; position++) {
@@ -213,28 +248,33 @@ void finish(const Task& task, int query, int64_t column, Weighed<VECTORS> sums, 
         for (int v = 0; v < VECTORS; v++) sums.values[v] = fused(weight, values[v], sums.values[v]);
     }
     T* to = out + (own.row * task.layer.query_heads + own.head) * dim + column;
+    if constexpr (VECTORS == 1)
+        store_end(to, sums.values[0] / sums.total, dim - column);
+    else
 #pragma GCC unroll 4
-    for (int v = 0; v < VECTORS; v++) store_end(to + v * LANES, sums.values[v] / sums.total, dim - column - v * LANES);
+        for (int v = 0; v < VECTORS; v += 2)
+            store_two(to + v * LANES, sums.values[v] / sums.total, sums.values[v + 1] / sums.total,
+                      std::make_integer_sequence<int, LANES>());
 }
 
-template <int VECTORS>
-using Weigh = void (*)(const Task&, int, int64_t, Weighed<VECTORS>*);
-template <int VECTORS, int... NUMBERS>
-constexpr std::array<Weigh<VECTORS>, sizeof...(NUMBERS)> weighers(std::integer_sequence<int, NUMBERS...>) {
-    return {weigh_shared<VECTORS, NUMBERS + 1>...};
+template <int VECTORS, class T>
+using Weigh = void (*)(const Task<T>&, int, int64_t, Weighed<VECTORS>*);
+template <int VECTORS, class T, int... NUMBERS>
+constexpr std::array<Weigh<VECTORS, T>, sizeof...(NUMBERS)> weighers(std::integer_sequence<int, NUMBERS...>) {
+    return {weigh_shared<VECTORS, NUMBERS + 1, T>...};
 }
 
 // Results of queries [begin, begin + count), of VECTORS vectors from a column on.
 template <int VECTORS, class T>
-void weigh(const Task& task, int begin, int count, int64_t column, T* out) {
-    static constexpr auto WEIGHERS = weighers<VECTORS>(std::make_integer_sequence<int, WEIGHED_AT_ONCE>());
+void weigh(const Task<T>& task, int begin, int count, int64_t column, T* out) {
+    static constexpr auto WEIGHERS = weighers<VECTORS, T>(std::make_integer_sequence<int, WEIGHED_AT_ONCE>());
     Weighed<VECTORS> sums[WEIGHED_AT_ONCE];
     WEIGHERS[count - 1](task, begin, column, sums);
     for (int q = 0; q < count; q++) finish(task, begin + q, column, sums[q], out);
 }
 
 template <class T>
-void weigh_all(const Task& task, T* out) {
+void weigh_all(const Task<T>& task, T* out) {
     constexpr int64_t WIDE = MOST_VECTORS * LANES;
     const int64_t dim = task.layer.dim;
     const int parts = (task.count + WEIGHED_AT_ONCE - 1) / WEIGHED_AT_ONCE;
@@ -250,8 +290,8 @@ void weigh_all(const Task& task, T* out) {
 
 // Of each of a group's rows the `heads` query heads from `first_head` on, which share one head of keys and values.
 template <class T>
-void add_queries(Task& task, const int32_t* group_rows, int num_rows, int64_t first_head, int64_t heads, const T* query) {
-    const Layer& layer = task.layer;
+void add_queries(Task<T>& task, const int32_t* group_rows, int num_rows, int64_t first_head, int64_t heads, const T* query) {
+    const Layer<T>& layer = task.layer;
     const Rows& rows = task.rows;
     int longest = 0;
     for (int i = 0; i < num_rows; i++) {
@@ -288,7 +328,7 @@ void for_each_task(int64_t tasks, const Body& body) {
 }  // namespace
 
 template <class T>
-void attend(const Layer* layer, const Rows* rows, const int32_t* groups, int64_t num_groups, const int64_t* tables,
+void attend(const Layer<T>* layer, const Rows* rows, const int32_t* groups, int64_t num_groups, const int64_t* tables,
             int64_t table_width, const T* query, T* out) {
     const int64_t all = layer->query_heads / layer->kv_heads, parts = (all + MOST_QUERIES - 1) / MOST_QUERIES;
     for_each_task(num_groups * layer->kv_heads * parts, [=](int64_t number, int64_t share, int64_t shares) {
@@ -298,7 +338,7 @@ void attend(const Layer* layer, const Rows* rows, const int32_t* groups, int64_t
         const int64_t first = all * part / parts, heads = all * (part + 1) / parts - first;
         const int begin = int(group[1] * share / shares), end = int(group[1] * (share + 1) / shares);
         if (begin == end) return;
-        Task task(*layer, *rows, tables + group[2] * table_width, head);
+        Task<T> task(*layer, *rows, tables + group[2] * table_width, head);
         add_queries(task, rows->order + group[0] + begin, end - begin, head * all + first, heads, query);
         lines.resize(size_t(task.count) * task.stride);
         task.lines = lines.data();
@@ -308,8 +348,8 @@ void attend(const Layer* layer, const Rows* rows, const int32_t* groups, int64_t
     });
 }
 
-template void attend(const Layer*, const Rows*, const int32_t*, int64_t, const int64_t*, int64_t, const bf16*, bf16*);
-template void attend(const Layer*, const Rows*, const int32_t*, int64_t, const int64_t*, int64_t, const float*, float*);
+template void attend(const Layer<bf16>*, const Rows*, const int32_t*, int64_t, const int64_t*, int64_t, const bf16*, bf16*);
+template void attend(const Layer<float>*, const Rows*, const int32_t*, int64_t, const int64_t*, int64_t, const float*, float*);
 
 int64_t attend_lanes() { return MOST_QUERIES; }  // queries that are computed side by side
 

@@ -28,18 +28,17 @@ class CompiledAttention:
     def attend(
         self, query: Tensor, pool: Tensor, *, scale: float, window: int | None = None, softcap: float | None = None
     ) -> Tensor:
-        """Compute `Attention.attend`.
-        # query [rows, query heads, dim]; pool [2, slots, kv_heads, dim] float32 -> like query"""
-        query = query.contiguous()
-        out, layer = torch.empty_like(query), _layer(*layer_of(pool, query.shape[1], window), scale, softcap)
-        rows = self.rows, *self.groups_and_table
-        call("attend", layer, *rows, query, out, dtype=query.dtype)
-        return out
+        """Compute `Attention.attend`, in the pool's type.
+        # query [rows, query heads, dim]; pool [2, slots, kv_heads, dim] -> like query"""
+        given = query.contiguous().to(pool.dtype)
+        out, layer = torch.empty_like(given), _layer(*layer_of(pool, query.shape[1], window), scale, softcap)
+        call("attend", layer, self.rows, *self.groups_and_table, given, out, dtype=pool.dtype)
+        return out.to(query.dtype)
 
 
 def layer_of(pool: Tensor, query_heads: int, window: int | None) -> tuple[int, ...]:
     """Return the fields of the C structure `Layer` (ops.h) that precede its floats.
-    # pool [2, slots, kv_heads, dim] float32"""
+    # pool [2, slots, kv_heads, dim]"""
     _, _, kv_heads, dim = pool.shape
     return *halves(pool), query_heads, kv_heads, dim, window or 0
 

@@ -300,9 +300,8 @@ def _embedded_file() -> Path:
 
 
 def kv_shape(model: PreTrainedModel) -> KVShape:
-    """Size and dtype of one token's keys and values. On a CPU the dtype is fp32, in which attention computes, because
-    casting at every read costs more than the saved memory. Raises StartupError for heads that are too large for the CPU
-    kernels."""
+    """Size and dtype of one token's keys and values, which are kept in the activations' dtype. Raises StartupError for
+    heads that are too large for the CPU kernels."""
     config = model.config.get_text_config()
     heads: int = config.num_attention_heads
     head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // heads
@@ -315,7 +314,7 @@ def kv_shape(model: PreTrainedModel) -> KVShape:
         num_layers=config.num_hidden_layers,
         kv_heads=getattr(config, "num_key_value_heads", None) or heads,
         head_dim=head_dim,
-        dtype=torch.float32 if model.device.type == "cpu" else model.dtype,
+        dtype=model.dtype,
     )
 
 

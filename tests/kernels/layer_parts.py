@@ -31,7 +31,7 @@ def within(found: Tensor, bounds: tuple[Tensor, Tensor]) -> bool:
 
 
 def rotary_parts(rows: int, heads: tuple[int, int], dim: int, dtype: torch.dtype) -> dict[str, Tensor]:
-    """A joined product with query heads and key/value heads, angles of positions, slots, and a pool in float32."""
+    """A joined product with query heads and key/value heads, angles of positions, slots, and a pool."""
     generator = torch.Generator().manual_seed(rows + dim)
     query_heads, kv_heads = heads
     joined = torch.randn(rows, (query_heads + 2 * kv_heads) * dim, generator=generator).to(dtype)
@@ -41,5 +41,5 @@ def rotary_parts(rows: int, heads: tuple[int, int], dim: int, dtype: torch.dtype
         "cos": angles.cos().to(dtype),
         "sin": angles.sin().to(dtype),
         "slots": torch.randperm(rows + 10, generator=generator)[:rows],
-        "pool": torch.randn(2, rows + 10, kv_heads, dim, generator=generator),
+        "pool": torch.randn(2, rows + 10, kv_heads, dim, generator=generator).to(dtype),
     }

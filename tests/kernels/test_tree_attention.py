@@ -68,18 +68,15 @@ def test_the_deepest_and_fullest_tree(context: int, on_cpu: Ops) -> None:
     torch.testing.assert_close(output, naive(part, heads, None, None), atol=TOLERANCE, rtol=TOLERANCE)
 
 
-def test_queries_and_results_in_bf16(on_cpu: Ops) -> None:
+@pytest.mark.parametrize("kept", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dim", [1, 7, 12, 15, 16, 40, 72, 100, 128, 256])
+def test_in_bf16_everything_is_summed_in_float32(dim: int, kept: torch.dtype, on_cpu: Ops) -> None:
     """From bits that bf16 holds exactly, the result is the rounded one of float32."""
-    heads, rng = Heads(2, 3, 40), random.Random(1)
-    parts = [random_part(rng, heads) for _ in range(4)]
-    for part in parts:
-        for vectors in (part.text, part.nodes):
-            if vectors is not None:
-                vectors.queries.copy_(vectors.queries.bfloat16())
-    precise = attend(parts, heads, on_cpu.plan_attention)
-    for whole, half in zip(
-        precise, attend(parts, heads, on_cpu.plan_attention, query_dtype=torch.bfloat16), strict=True
-    ):
+    heads, rng, how = Heads(2, 3, dim), random.Random(dim), {"softcap": 5.0} if dim == 40 else {"window": 150}
+    parts = [rounded(random_part(rng, heads), torch.bfloat16) for _ in range(4)]
+    precise = attend(parts, heads, on_cpu.plan_attention, **how)
+    halves = attend(parts, heads, on_cpu.plan_attention, dtype=kept, query_dtype=torch.bfloat16, **how)
+    for whole, half in zip(precise, halves, strict=True):
         assert torch.equal(half, whole.bfloat16().float())
 
 
