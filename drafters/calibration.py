@@ -15,8 +15,6 @@ from kernels import ops
 from kernels.lattice import CLASS_OF_RANK, LEAST, members_of_classes
 from kernels.survival import CLAIMS, DEPTHS, HitCounts, Proposed
 
-MIN_SURVIVAL = 1 / 400  # less never pays: verifying a node costs at least 1/380 of a step (lowest measured: 8B, H200)
-
 CLASS_NAMES = ("1", "2-4", "5-10")
 """Names of the rank classes that have candidates: the ranks they contain."""
 

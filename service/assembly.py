@@ -14,7 +14,7 @@ import torch
 from adaptation.config import Tuning
 from drafters.decision import RegretLedger
 from drafters.language_model.drafter import scratch_places
-from drafters.protocol import Drafter, MemorySizes, Observer
+from drafters.protocol import MIN_SURVIVAL, Drafter, MemorySizes, Observer
 from drafters.registry import TrainedWeights, taps_of
 from drafters.tree import MAX_NODES
 from kernels import ops
@@ -153,7 +153,9 @@ def assemble(config: ServiceConfig, *, graphs: bool | None = None) -> Assembly:
         config, loaded, target, numerics, tokenizer, limits, None, drafter_name, folder, weights, drafting
     )
     if config.budget_policy == "cost":
-        assembly = replace(assembly, costs=_costs(assembly))
+        costs = _costs(assembly)
+        least = max(MIN_SURVIVAL, costs.least_that_pays)
+        assembly = replace(assembly, costs=costs, limits=replace(limits, least_survival=least))
     logger.info("%s", start_up_line(assembly))
     return assembly
 

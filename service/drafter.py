@@ -294,6 +294,7 @@ def drafting_sizes(target: Target, limits: EngineLimits, ledger: RegretLedger | 
         device=target.device,
         capture=target.capture,
         ledger=ledger or RegretLedger(),
+        least_survival=limits.least_survival,
     )
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from drafters.asking import ForwardGates
-from drafters.calibration import MIN_SURVIVAL, RankCalibration
+from drafters.calibration import RankCalibration
 from drafters.coupling import TreeNoise
 from drafters.language_model.forward import LanguageModel, OwnKeys, SequenceTable, TreeForward
 from drafters.protocol import Committed, DraftContext, Drafter, DraftingSizes, HostMetadata, Noise, Read, StepTimes
@@ -136,7 +136,8 @@ class LanguageModelDrafter(Drafter):
         features, tokens = self._ops.rank_features(here.scores(known, torch.ones_like(origin.depth)[..., None]))
         predicted = features[..., :TOP].exp().clamp(max=CEILING)  # [batch, beam, 1, rank]
         trust, before = self._calibration.trust(number), 0 if number == 0 else TOP * (1 + (number - 1) * self._beam)
-        lattice, picked = self._ops.grow_lattice(origin, tokens, predicted, trust, before, MIN_SURVIVAL, self._beam)
+        offered = origin, tokens, predicted, trust
+        lattice, picked = self._ops.grow_lattice(*offered, before, self._sizes.least_survival, self._beam)
         self._sizes.observer(lattice, known, self._ids)
         return _Level(lattice, picked, predicted.flatten(1))
 

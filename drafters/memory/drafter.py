@@ -10,7 +10,6 @@ from torch import Tensor
 
 from drafters import readback
 from drafters.asking import GatedNetwork
-from drafters.calibration import MIN_SURVIVAL
 from drafters.memory.past import PastAnswers, buckets_per_share, num_shares, power_of_two
 from drafters.memory_counts import MemoryCounts
 from drafters.protocol import Committed, DraftContext, Drafter, DraftingSizes, Noise, RankOutcomes, Read, StepTimes
@@ -55,7 +54,7 @@ class MemoryDrafter(Drafter):
         padding, trees = torch.full((most,), most, device=device), DraftTree.padding(most, sizes.max_nodes, device)
         nothing = padding.new_full((most, MAX_DEPTH + 1), NO_TOKEN), torch.zeros_like(padding)
         choices = padding.new_zeros(most, sizes.max_nodes + 1)
-        grow = partial(_grow, self._memory, sizes.max_nodes)
+        grow = partial(_grow, self._memory, sizes)
         self._grow_alone = by_batch(grow, capture, most, (padding,))
         self._join = by_batch(grow, capture, most, (padding, trees))
         self._learn = by_batch(partial(_learn, self._memory), capture, most, (padding, *nothing, trees, choices))
@@ -238,9 +237,9 @@ def text_buckets(max_length: int) -> int:
     return power_of_two(min(max_length, MAX_ANSWER_TOKENS) * len(ORDERS) // WAYS)
 
 
-def _grow(memory: Memory, max_nodes: int, rows: Tensor, proposed: DraftTree | None = None) -> DraftTree:
+def _grow(memory: Memory, sizes: DraftingSizes, rows: Tensor, proposed: DraftTree | None = None) -> DraftTree:
     """Grow a tree for each row. # rows [batch] int64; proposed [batch, nodes] -> [batch, max_nodes]"""
-    return ops.on(rows.device).grow_joint_tree(memory, rows, proposed, max_nodes, MIN_SURVIVAL)
+    return ops.on(rows.device).grow_joint_tree(memory, rows, proposed, sizes.max_nodes, sizes.least_survival)
 
 
 def _learn(memory: Memory, rows: Tensor, tokens: Tensor, counts: Tensor, tree: DraftTree, choices: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from drafters.calibration import MIN_SURVIVAL, RankCalibration
+from drafters.calibration import RankCalibration
 from drafters.coupling import TreeNoise
 from drafters.feedback import NOWHERE
 from drafters.network.heads import propose, spread
@@ -166,7 +166,7 @@ class TreeGrower:
                 self.calibration.proposed,
                 self.calibration.buckets(0),
                 self.calibration.rates,
-                MIN_SURVIVAL,
+                self._sizes.least_survival,
             )
             self._plan = network, self._weights.network.ops.plan_growth(network, tables, self._sizes.max_nodes)
         return self._plan[1]
@@ -249,11 +249,12 @@ class TreeGrower:
         first_number = sum(block.nodes.tokens.shape[1] for block in before)
         offered = origin, proposal.tokens, predicted, self.calibration.trust(number)
         starts = 0 if is_last else self._weights.starts
-        lattice, picked = network.ops.grow_lattice(*offered, first_number, MIN_SURVIVAL, starts)
+        least = self._sizes.least_survival
+        lattice, picked = network.ops.grow_lattice(*offered, first_number, least, starts)
         self._sizes.observer(lattice, proposal.logits, network.d2t)
         buckets = self.calibration.buckets(number).flatten()
         if paths > 1:
-            grown = path_nodes(*offered, MIN_SURVIVAL, paths=paths)
+            grown = path_nodes(*offered, least, paths=paths)
             nodes = ForwardNodes(*grown, predicted.expand(-1, paths, -1, -1).flatten(1), buckets.repeat(paths))
             return GrownBlock(nodes, ()), proposal.logits
         nodes = ForwardNodes(*lattice.nodes(), predicted.flatten(1), buckets.repeat(states.shape[1]))

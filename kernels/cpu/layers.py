@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kernels.cpu.library import CStruct, call, function, halves
+from kernels.cpu.library import CStruct, call, function, halves, weight_memory
 from kernels.cpu.tree_attention import CompiledAttention, layer_of
 from kernels.layers import BlockFormat, Product, QuantisedBlocks, QuantisedWeight, RunLayers, Weight, spans_projection
 from kernels.layers import plan_layers as op_by_op
@@ -66,7 +66,7 @@ def plan_linear(weight: Weight, bias: Tensor | None) -> Product:
     missing = weight.shape[1] % 2  # the kernel reads columns in pairs
     whole = functional.pad(weight.detach(), (0, missing)).contiguous()
     out, columns = whole.shape
-    packed = whole.new_empty(-(-out // _OUTPUTS) * _OUTPUTS * columns)
+    packed = weight_memory(-(-out // _OUTPUTS) * _OUTPUTS * columns * whole.itemsize)
     call("pack", whole, packed, columns, out, dtype=weight.dtype)
     return PackedLinear("linear", packed, (columns, out), bias, weight.dtype, missing)
 
@@ -118,7 +118,7 @@ def keep_blocks(
     """Same as the reference op. # shape [out, in]"""
     (out, columns), numbers = shape, (form.bits, form.size, form.zero, form.has_minima)
     num_bytes = call("quantised_bytes", CStruct(None, out, *numbers), columns)
-    tiles, first = torch.zeros(num_bytes, dtype=torch.uint8), 0
+    tiles, first = weight_memory(num_bytes), 0
     structure = CStruct(tiles, out, *numbers)
     for piece in pieces:
         codes, scales, minima = (None if value is None else value.contiguous() for value in piece)

@@ -4,6 +4,7 @@ Only the C++ source declares the functions' signatures: `EXPORT` (export.h) stor
 address."""
 
 import ctypes
+import mmap
 import os
 import struct
 import threading
@@ -143,6 +144,30 @@ def use_threads(number: int) -> None:
 def threads_in_use() -> int:
     """Number of threads that compute for the calling thread, itself included."""
     return torch.get_num_threads() if variant() is None else call("threads_in_use")
+
+
+def weight_memory(num_bytes: int) -> Tensor:
+    """Allocate zeros for a weight. Weights lie side by side in huge pages, if the system has them: a forward reads all
+    of them, and with small pages it waits for the addresses, too. # -> [num_bytes] uint8"""
+    with _arena_lock:
+        size = -(-num_bytes // _LINE) * _LINE
+        if _arena[0].shape[0] < size:
+            _arena[0] = _huge_pages(max(size, _ARENA))
+        taken, _arena[0] = _arena[0].split([size, _arena[0].shape[0] - size])
+    return taken[:num_bytes]
+
+
+def _huge_pages(num_bytes: int) -> Tensor:
+    """Map zeros that begin at a huge page. # -> [num_bytes] uint8"""
+    area = mmap.mmap(-1, num_bytes + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        area.madvise(mmap.MADV_HUGEPAGE)
+    whole = torch.frombuffer(area, dtype=torch.uint8)
+    return whole[-whole.data_ptr() % _HUGE_PAGE :][:num_bytes]
+
+
+_LINE, _HUGE_PAGE, _ARENA = 64, 1 << 21, 1 << 25
+_arena, _arena_lock = [torch.empty(0, dtype=torch.uint8)], threading.Lock()
 
 
 def contiguous(*tensors: Tensor) -> list[Tensor]:

@@ -16,7 +16,6 @@ namespace {
 constexpr int VECTORS = 2;
 constexpr int COLUMNS = VECTORS * LANES;
 constexpr int MOST_ROWS = MOST_SUMS / VECTORS;
-constexpr int AHEAD = 1 << 15;  // bytes between a prefetch into the second cache and its use
 
 template <class W>
 constexpr int PAIR = sizeof(float) / sizeof(W);  // columns of x that one step takes
@@ -80,7 +79,7 @@ void tile(const X* x, const W* w, const float* bias, W* y, int64_t in, int64_t o
     for (int r = 0; r < ROWS; r++)
         for (int v = 0; v < VECTORS; v++) sums[r][v] = bias ? load(bias + v * LANES) : Vec{};
     for (int64_t i = 0; i < in; i += PAIR<W>, w += PAIR<W> * COLUMNS) {
-        for (int byte = 0; byte < COLUMNS * 4; byte += 64) __builtin_prefetch((const char*)w + AHEAD + byte, 0, 2);
+        for (int byte = 0; byte < COLUMNS * 4; byte += 64) prefetch_weights((const char*)w + byte);
         add<ROWS>(sums, x + i, in, w);
     }
     for (int r = 0; r < ROWS; r++)

@@ -25,7 +25,6 @@ constexpr int TILE = LANES;  // outputs
 constexpr int COLUMNS = 32, GROUPS = COLUMNS / 4;  // of a block; a group of four is what one dot product takes
 constexpr int REGISTER = 4 * LANES;  // bytes
 constexpr int MOST_ROWS = LANES == 16 ? 8 : 6;
-constexpr int AHEAD = 1 << 13;  // bytes between a prefetch and its use
 constexpr int64_t FEW = 1 << 11;  // elements below which helpers cost more than they save
 
 struct Part {  // consecutive outputs of a matrix that have one format
@@ -232,7 +231,7 @@ void tile(const Activations* x, const uint8_t* w, int32_t zero, Vec* results, in
 #pragma GCC unroll 8  // all loops over rows, or sums are kept in memory
     for (int r = 0; r < ROWS; r++) sums[r] = results[r];
     for (int64_t block = 0; block < blocks; block++, x++, w += BYTES) {
-        for (int64_t i = 0; i < BYTES; i += 64) __builtin_prefetch(w + AHEAD + i, 0, 2);
+        for (int64_t i = 0; i < BYTES; i += 64) prefetch_weights(w + i);
         const uint16_t* scales = (const uint16_t*)(w + REGISTER * BITS);
         const Vec minima = MINIMA ? floats(scales + SCALES * TILE) : Vec{};
 #pragma GCC unroll 2

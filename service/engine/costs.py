@@ -13,6 +13,7 @@ from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -118,7 +119,23 @@ class Costs:
     drafts: DraftCosts
     gains_file: Path | None = None  # file that keeps the learnt gains of drafting for the next start of the server
 
+    @property
+    def least_that_pays(self) -> float:
+        """Lower bound of the survival at which a node can pay. Without nodes a step of B sequences emits B tokens in
+        T_draft(B) + T(B) seconds, and the best number of nodes emits no fewer a second, so a node must be accepted with
+        a probability of at least B / (T_draft(B) + T(B)) times the seconds of its row. These are the mean of some
+        rows' (at least `_MEASURABLE`), so that noise of the measurement makes none of them free, and half as long as
+        measured, because prices are corrected while serving."""
+        table, found = self.verify, list[float]()
+        for batch, context in product(table.sequences, table.contexts):
+            rows = table.rows[table.rows >= batch + _MEASURABLE]
+            first, *seconds = table.verify_seconds(np.array([batch, *rows]), context, int(batch))
+            rate = batch / (self.drafts.draft_seconds(int(batch)) + first)
+            found += ((np.array(seconds) - first) / (rows - batch) * rate / 2).tolist()  # planned transfer: numpy
+        return min(found, default=0.0)
 
+
+_MEASURABLE = 4  # rows whose seconds stand out from the noise of a measurement
 _PER_OCTAVE = 2
 _POINTS = np.arange(11.0 * _PER_OCTAVE + 1) / _PER_OCTAVE  # log2 of 1, 1.4, 2, 2.8, 4, ... 2048 rows
 _DEVIATION = 0.2  # prior standard deviation of a correction, as a natural logarithm

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from drafters.decision import RegretLedger
-from drafters.protocol import Committed, Drafter, MemorySizes
+from drafters.protocol import MIN_SURVIVAL, Committed, Drafter, MemorySizes
 from drafters.readback import clock_of
 from kernels.rows import ForwardRows
 from kernels.tree_attention import NULL_SLOT
@@ -72,6 +72,7 @@ class EngineLimits:
     num_slots: int | None = None  # number of KV slots that the engine uses; None for all of the target's pool
     first_slot: int = NULL_SLOT + 1  # first slot that the engine uses; engines with disjoint slots can share a pool
     memory: MemorySizes = field(default_factory=MemorySizes)  # sizes of the memory of past answers
+    least_survival: float = MIN_SURVIVAL  # survival below which no node is drafted, see `least_that_pays`
     pace_seconds: float | None = None  # promised seconds per token, see `pace_weights`; None without a promise
 
 

@@ -137,3 +137,12 @@ def test_comparisons_do_not_depend_on_the_width_of_vectors(capability: str) -> N
     environment = {**outside, "ATEN_CPU_CAPABILITY": capability}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout
+
+
+def test_weights_lie_side_by_side_in_zeros_and_large_ones_have_their_own() -> None:
+    first, second, large = (library.weight_memory(size) for size in (100, 5000, 1 << 26))
+    assert [one.shape[0] for one in (first, second, large)] == [100, 5000, 1 << 26]
+    assert not any(one.data_ptr() % 64 or bool(one.any()) for one in (first, second, large))
+    for number, one in enumerate((first, second, large)):
+        one.fill_(number + 1)
+    assert [one.unique().tolist() for one in (first, second, large)] == [[1], [2], [3]]

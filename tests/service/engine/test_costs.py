@@ -3,6 +3,7 @@
 import itertools
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -397,3 +398,11 @@ def test_a_folder_that_cannot_be_written_is_no_reason_to_fail(tmp_path: Path, ca
     blocked.write_text("")
     write_costs(blocked, KEY, COSTS)
     assert "cannot save measurements" in caplog.text
+
+
+def test_a_node_that_cannot_pay_is_less_likely_than_half_its_price() -> None:
+    """A plain step takes 1 second and drafting 0.1; from 1 to 64 rows each takes 0.11 more."""
+    slope = (8.0 - 1.0) / 63
+    assert Costs(ONE_CONTEXT, DRAFTS).least_that_pays == pytest.approx(slope / 1.1 / 2)
+    few_rows = replace(ONE_CONTEXT, rows=np.array([1.0, 2.0, 4.0]))
+    assert Costs(few_rows, DRAFTS).least_that_pays == 0.0, "no row stands out from noise"
