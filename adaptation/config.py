@@ -127,7 +127,7 @@ class Tuning:
     update_norm: float = 0.02  # maximum change of the weights by an update, relative to their norm
     replay_texts: int = 256  # size of the replay buffer; updates in idle time need many texts
     kept_refusals: int = 8  # refusals in a row before the training copy starts over: small updates add up
-    recorded_share: float = 1 / 16  # share of queries recorded once texts suffice: recording costs 8 % of a fast step
+    recorded_share: float = 1 / 16  # share of queries recorded once texts suffice: recording costs 2 % of a fast step
     validation_share: float = 0.25  # share of queries held for validation, never trained on
     validation_texts: int = 24  # size of the validation set, the latest texts
     gate_texts: int = 8  # validation texts that a publish needs at least

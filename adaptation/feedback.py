@@ -31,7 +31,7 @@ from adaptation.samples import (
 from drafters.feedback import QueryFeedback
 
 _MANY_WITHOUT_TEXT = 64  # queries in a row after which texts count as unavailable
-_IN_A_ROW = 8  # consecutive recorded sequences: a step with one costs as much as if all were recorded
+_IN_A_ROW = 8  # consecutive recorded sequences: a step with one computes features of all
 _RESTING_SHARE = 1 / 32  # recorded queries while no update promises a gain
 
 _RISE_SLACK = 0.5  # part of a deviation that is not counted, in standard deviations (k)

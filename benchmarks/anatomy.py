@@ -8,20 +8,24 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import replace
+from functools import partial, reduce
 from importlib import import_module
+from pathlib import Path
 from statistics import fmean
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from rich.table import Table
 
+from adaptation.config import AdaptationConfig
 from benchmarks.shared import percentile
 from service.assembly import Assembly
-from service.bench.driver import TimedStep, generate
-from service.bench.experiment import Measure, plain_engine, request_of
+from service.bench.driver import generate
+from service.bench.experiment import Measure, Row, plain_engine, request_of
 from service.engine.budget import CostBudget
 from service.engine.engine import Engine
+from service.learning.adaptive import build_adaptive
 
 CALLS: Mapping[str, tuple[str, ...]] = {
     "weights of learning": ("service.engine.accounting:StepAccounting.start_step",),
@@ -49,6 +53,7 @@ CALLS: Mapping[str, tuple[str, ...]] = {
     "collect committed": ("service.engine.engine:committed_of",),
     "commit: memory": ("drafters.memory.drafter:MemoryDrafter.commit",),
     "commit: network": ("drafters.network.drafter:SpecBlockDrafter.commit",),
+    "grow: record": ("drafters.network.recording:FeedbackRecorder.grown",),
     "commit: record": ("drafters.network.recording:FeedbackRecorder.commit",),
     "read the result": ("service.engine.engine:read_result",),
     "advance, free slots": ("service.engine.engine:Engine._commit_and_emit",),
@@ -105,9 +110,7 @@ def watched() -> Iterator[Stopwatch]:
         for place in places:
             module, _, name = place.partition(":")
             *path, last = name.split(".")
-            owner: Any = import_module(module)
-            for step in path:
-                owner = getattr(owner, step)
+            owner: Any = reduce(getattr, path, import_module(module))
             replaced.append((owner, last, getattr(owner, last)))
             setattr(owner, last, watch.timed(part, getattr(owner, last)))
     try:
@@ -117,35 +120,27 @@ def watched() -> Iterator[Stopwatch]:
             setattr(owner, name, call)
 
 
-KINDS = ("plain", "suspended", "drafted")
+KINDS = ("plain", "suspended", "drafted", "recorded")
 _TYPICAL = 95  # percentile of seconds beyond which a step, delayed by other programs, is left out
 
 
-@dataclass(frozen=True, slots=True)
-class PartRow:
-    """Mean microseconds of a part in each kind of step."""
-
-    part: str
-    plain: float
-    suspended: float
-    drafted: float
-
-
-def anatomy(assembly: Assembly, prompts: Sequence[Sequence[int]], measure: Measure) -> tuple[list[PartRow], Parts]:
-    """Time the steps of one sequence at a time, in turn plain, with drafts suspended, and with drafts. Returns rows of
-    parts, and by kind the share of the steps' seconds that has a name."""
+def anatomy(assembly: Assembly, prompts: Sequence[Sequence[int]], measure: Measure) -> tuple[list[Row], Parts]:
+    """Time the steps of one sequence at a time, in turn plain, with drafts suspended, with drafts, and with drafts that
+    are recorded to learn from. Returns mean microseconds of each part by kind, and by kind the share of the steps'
+    seconds that has a name."""
     steps = {kind: list[tuple[float, Parts]]() for kind in KINDS}
-    with watched() as watch:
-        engines = {"plain": plain_engine(assembly), "suspended": _suspended(assembly), "drafted": assembly.engine()}
+    with watched() as watch, TemporaryDirectory(prefix="adaptree-bench-") as folder:
+        drafted = assembly.engine(), _recorded(assembly, Path(folder))
+        engines = dict(zip(KINDS, (plain_engine(assembly), _suspended(assembly), *drafted), strict=True))
         for number, prompt in enumerate(prompts):
             for kind, engine in engines.items():
                 taken = list[Parts]()
                 asked = [request_of(number, prompt, measure)]
                 run = generate(engine, asked, before_step=partial(_take, watch, taken))
                 parts = [*taken[1:], watch.take()]
-                if number:  # the first answers warm up
-                    timed = zip(run.steps, parts, strict=True)
-                    steps[kind] += [(step.seconds, own) for step, own in timed if _counts(step, kind)]
+                for step, own in zip(run.steps, parts, strict=True):
+                    if number and not step.stats.prompt_tokens and step.stats.drafts >= (engine in drafted):
+                        steps[kind].append((step.seconds, own))  # the first answers warm up
     return _means(steps)
 
 
@@ -161,12 +156,14 @@ def _suspended(assembly: Assembly) -> Engine:
     return engine
 
 
-def _counts(step: TimedStep, kind: str) -> bool:
-    """Whether a step without prompt rows is of this kind."""
-    return not step.stats.prompt_tokens and (kind != "drafted" or step.stats.drafts > 0)
+def _recorded(assembly: Assembly, folder: Path) -> Engine:
+    """Build an engine that records every sequence. Nothing learns from the recordings."""
+    learning = AdaptationConfig(enabled=True, train_in="thread")
+    assembly = replace(assembly, config=assembly.config.model_copy(update={"adaptation": learning}))
+    return build_adaptive(assembly, folder=folder, emit=lambda event: None).engine
 
 
-def _means(steps: Mapping[str, list[tuple[float, Parts]]]) -> tuple[list[PartRow], Parts]:
+def _means(steps: Mapping[str, list[tuple[float, Parts]]]) -> tuple[list[Row], Parts]:
     means, named = dict[str, Parts](), dict[str, float]()
     for kind, timed in steps.items():
         limit = percentile((seconds for seconds, _ in timed), _TYPICAL)
@@ -175,13 +172,13 @@ def _means(steps: Mapping[str, list[tuple[float, Parts]]]) -> tuple[list[PartRow
         whole = 1e6 * fmean(seconds for seconds, _ in kept)
         named[kind] = sum(means[kind].values()) / whole
         means[kind]["whole step"] = whole
-    rows = [PartRow(part, *(means[kind][part] for kind in KINDS)) for part in (*CALLS, "whole step")]
-    return [row for row in rows if max(row.plain, row.suspended, row.drafted) >= 1.0], named
+    rows = {part: {kind: means[kind][part] for kind in KINDS} for part in (*CALLS, "whole step")}
+    return [{"part": part, **of_kinds} for part, of_kinds in rows.items() if max(of_kinds.values()) >= 1.0], named
 
 
-def table_of_parts(rows: Sequence[PartRow]) -> Table:
+def table_of_parts(rows: Sequence[Row]) -> Table:
     """Show the parts, in microseconds."""
     table = Table("microseconds", *KINDS)
     for row in rows:
-        table.add_row(row.part, *(f"{value:.0f}" for value in (row.plain, row.suspended, row.drafted)))
+        table.add_row(row["part"], *(f"{row[kind]:.0f}" for kind in KINDS))
     return table

@@ -167,9 +167,10 @@ class RegretLedger:
         """Divide the share of `seconds` of serving time among the accounts; full ones pass theirs on."""
         spare = self._share * seconds
         with self._lock:
-            poorest_last = sorted(self._caps, key=lambda name: self._caps[name] - self.balances[name])
-            for left, name in zip(range(len(poorest_last), 0, -1), poorest_last, strict=True):
-                added = min(spare / left, max(0.0, self._caps[name] - self.balances[name]))
+            missing = ((cap - self.balances[name], name) for name, cap in self._caps.items())
+            poorest_last = sorted(one for one in missing if one[0] > 0.0)
+            for left, (most, name) in zip(range(len(poorest_last), 0, -1), poorest_last, strict=True):
+                added = min(spare / left, most)
                 self.balances[name] += added
                 spare -= added
 
@@ -290,4 +291,6 @@ class StepDecision:
             self._ledger.open(name, CAP_STEPS * step_seconds, share * CAP_STEPS * step_seconds)
 
     def _named(self, account: str) -> str:
-        return self._accounts.setdefault(account, f"{self._name} {account}")
+        if account not in self._accounts:
+            self._accounts[account] = f"{self._name} {account}"
+        return self._accounts[account]

@@ -28,6 +28,8 @@ class DraftContext:
     prediction: Sequence[int] = ()  # the answer that the client expects, if it sent one
     num_generated: int = 0  # number of generated tokens, at the end of `tokens`
     cached: Tensor | None = None  # [cached] int64, target slots of the prefix that is already in the KV pool
+    slots: Tensor | None = None  # [positions] int64, in which the target slot of each committed position stands until
+    # `Drafter.finish` has returned
     store: bool = True  # False: the sequence may be neither kept nor learned from
     scope: str | None = ""  # scope of the past answers that it reads and adds to, OWNER or OWNER/NAME; None: no scope
     warm: bool = False  # True: its temperature is above 0
@@ -100,6 +102,8 @@ class Committed:
     scores: Scores | None = None  # set if `wants_scores`
     follow: bool = True  # False: run no network on it (see `Read`)
     host: HostMetadata | None = None  # rows and roots on the host
+    logits: Tensor | None = None  # [logits, vocab], the target's, before temperature and filters; set if `wants_scores`
+    chosen_by: Tensor | None = None  # [batch, depth + 1] int64, index of the logits that chose each token
 
 
 @dataclass(frozen=True, slots=True)

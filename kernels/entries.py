@@ -1,13 +1,18 @@
-"""Bookkeeping of a drafter's own KV pool: which entries each sequence has computed, and which positions are pending.
+"""What is kept of committed positions: in a drafter's own KV pool, which entries each sequence has computed, and which
+positions are pending; and recordings to learn from.
 Legend: rows = rows of the tables, one per sequence and a last one for padding; batch = the rows of one call; entries =
 pool entries per position; count = positions; size = entries of a block."""
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from kernels.tree_attention import NULL_SLOT
+
+NOWHERE = -1
+"""Position of a label that is padding."""
 
 
 class EntryTables(NamedTuple):
@@ -116,3 +121,93 @@ def place_entries(
 def places_of(slots: Tensor, entries: int) -> Tensor:
     """Compute the pool indices of the entries that belong to slots. # slots [...] -> [..., entries] int64"""
     return slots[..., None] * entries + torch.arange(entries, device=slots.device)
+
+
+@dataclass(frozen=True, slots=True)
+class DraftLabels:
+    """Labels to train output layers on: committed tokens, and what was drafted and expected in their place."""
+
+    positions: Tensor  # [labels] int64, in the query's tokens
+    states: Tensor  # [labels, hidden], the input of the drafter's heads at each position
+    tokens: Tensor  # [labels] int64, the token that the target chose
+    chances: Tensor  # [labels] float32, the drafter's probability of that token (r); 0 if it cannot propose it
+    rejected: Tensor  # [labels] bool, the tree had nodes, but none with this token here
+    top_ids: Tensor  # [labels, top] int32
+    top_logprobs: Tensor  # [labels, top] float16, in ring buffers float32
+
+    def take(self, picked: Tensor) -> "DraftLabels":
+        """Return the selected labels. # picked [labels] bool or [picked] int64"""
+        return DraftLabels(*(value[picked] for value in self.fields))
+
+    def to(self, device: torch.device | str) -> "DraftLabels":
+        """Return these labels on a device."""
+        return DraftLabels(*(value.to(device) for value in self.fields))
+
+    @property
+    def fields(self) -> tuple[Tensor, ...]:
+        """All tensors, [labels, ...] each."""
+        return tuple(getattr(self, name) for name in self.__slots__)
+
+    @property
+    def count(self) -> int:
+        """Number of labels."""
+        return self.positions.shape[0]
+
+    @property
+    def num_rejected(self) -> int:
+        """Number of rejected labels; waits for the device."""
+        return int(self.rejected.sum())  # planned transfer: after the sequence has ended
+
+
+class Recordings(NamedTuple):
+    """Ring buffers of each row's last positions: position p is in column p % places."""
+
+    wanted: Tensor  # [rows] bool, whether the row is recorded
+    features: Tensor  # [rows, places, width], the target's at each position
+    labels: DraftLabels  # [rows, places, ...], of the token at each position; NOWHERE if no block had a state for it
+
+
+class FirstBlocks(NamedTuple):
+    """The first block of each row's newest tree."""
+
+    roots: Tensor  # [rows] int64, positions of the roots
+    states: Tensor  # [rows, size, hidden]
+    logits: Tensor  # [rows, size, draft_vocab]
+    t2d: Tensor  # [vocab] int64, draft id of each token, below 0 if it cannot be drafted
+
+
+class CommittedTokens(NamedTuple):
+    """The tokens that a step committed, and what chose them."""
+
+    rows: Tensor  # [batch] int64
+    roots: Tensor  # [batch] int64, positions of the roots
+    counts: Tensor  # [batch] int64
+    num_nodes: Tensor  # [batch] int64, nodes of the trees
+    tokens: Tensor  # [batch, count] int64, after the root
+    features: Tensor  # [batch, count, width], of the position before each token
+    logits: Tensor  # [logits, vocab], the target's
+    chosen_by: Tensor  # [batch, count] int64, index of the logits that chose each token
+
+
+def record_tokens(to: Recordings, blocks: FirstBlocks | None, of: CommittedTokens) -> None:
+    """Record the committed tokens of wanted rows. `blocks` is None if no trees were grown.
+    # shapes: see the three arguments"""
+    exists = torch.arange(of.tokens.shape[1], device=of.rows.device) < of.counts[:, None]
+    index, ahead = (exists & to.wanted[of.rows][:, None]).nonzero(as_tuple=True)  # planned transfer of their number
+    rows, roots, places = of.rows[index], of.roots[index], to.features.shape[1]
+    tokens, positions = of.tokens[index, ahead], roots + ahead + 1
+    to.features[rows, (positions - 1) % places] = of.features[index, ahead].to(to.features.dtype)
+    states, chances = torch.zeros_like(to.labels.states[0, :1]), torch.zeros_like(tokens, dtype=torch.float32)
+    known = torch.zeros_like(tokens, dtype=torch.bool)
+    if blocks is not None:
+        size = blocks.states.shape[1]
+        entry, drafted = ahead.clamp(max=size - 1), blocks.t2d[tokens]
+        known = (blocks.roots[rows] == roots) & (ahead < size)
+        states, logits = blocks.states[rows, entry], blocks.logits[rows, entry].float()
+        chosen = logits.gather(1, drafted.clamp(min=0)[:, None])[:, 0]
+        chances = (chosen - logits.logsumexp(1)).exp() * (known & (drafted >= 0))
+    rejected = (ahead == of.counts[index] - 1) & (of.num_nodes[index] > 0)
+    logprobs, ids = of.logits[of.chosen_by[index, ahead]].float().log_softmax(1).topk(to.labels.top_ids.shape[2])
+    labels = positions.where(known, NOWHERE), states, tokens, chances, rejected, ids, logprobs
+    for table, values in zip(to.labels.fields, labels, strict=True):
+        table[rows, positions % places] = values.to(table.dtype)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kernels.cpu import library
-from kernels.entries import add_entries, place_entries, take_entries
+from kernels.entries import add_entries, place_entries, record_tokens, take_entries
 from kernels.joint_tree import add_text, grow_joint_tree, learn_committed
 from kernels.lattice import grow_lattice, plan_growth, rank_features, spread_classes
 from kernels.layers import (
@@ -68,6 +68,7 @@ class Ops:
     add_entries = staticmethod(add_entries)
     take_entries = staticmethod(take_entries)
     place_entries = staticmethod(place_entries)
+    record_tokens = staticmethod(record_tokens)
     count_hits = staticmethod(count_hits)
     keep_proposed = staticmethod(keep_proposed)
     judge_proposed = staticmethod(judge_proposed)

@@ -41,7 +41,8 @@ class SpecBlockDrafter(Drafter):
         self._no_filters = Filters.off(torch.empty(0, dtype=torch.int64, device=sizes.device))
         self._has_grown = False  # whether it drafted since the last commit
         self._useful_from = [0] * sizes.max_sequences  # by row, first position to which later blocks attend
-        self._never_run: list[Tensor] = []  # slots of positions committed since, without entries
+        self._slots: dict[int, Tensor] = {}  # row -> slot of each position
+        self._never_run: dict[int, list[int]] = {}  # row -> first and last position without entries and marks
 
     @property
     def version(self) -> int:
@@ -64,6 +65,8 @@ class SpecBlockDrafter(Drafter):
         self._backlog.clear(rows)
         for context in contexts:
             self._useful_from[context.row] = len(context.tokens) - self._weights.network.config.trained_length
+            if context.slots is not None:
+                self._slots[context.row] = context.slots
             if context.cached is not None:
                 self._grower.state.adopt(context.row, context.cached)
         self._grower.calibration.forget(rows)
@@ -104,28 +107,37 @@ class SpecBlockDrafter(Drafter):
         self.num_blocks += num_blocks
         return tree
 
-    @torch.inference_mode()
     def commit(self, committed: Committed) -> None:
-        self._weights.record("commit", lambda recorder: recorder.commit(committed, grown=self._has_grown))
+        has_grown, self._has_grown = self._has_grown, False
+        self._weights.record("commit", lambda recorder: recorder.commit(committed, grown=has_grown))
         if not self.ready:
             return
+        host = committed.host
+        if committed.follow or has_grown or committed.tree.width or host is None or not self._slots:
+            self._gates.end(self._update(committed, has_grown=has_grown))
+            return
+        for row, root in zip(host.rows, host.roots, strict=True):  # marked later: a suspended drafter costs little
+            self._never_run.setdefault(row, [root, root])[1] = root
+
+    @torch.inference_mode()
+    def _update(self, committed: Committed, *, has_grown: bool) -> Tensor | None:
+        """Queue the entries of committed positions, or mark their slots as never run. Returns the outcome of the trees,
+        if there are any. # -> [2], see `RankCalibration.learn`"""
         rows, positions, counts, slots = committed.rows, committed.positions, committed.counts, committed.slots
-        outcome = None
         if committed.follow:
             self._forget_never_run()
             host = committed.host or HostMetadata.of(rows, positions)
             self._make_room(host, slots.shape[1], rows.device)
             self._backlog.add(host, slots.shape[1])
             assert committed.features is not None, "the target taps no features for this drafter"
-            outcome = self._grower.take_in((rows, positions, counts, slots, committed.features, committed.tokens))
-        elif self._has_grown:
-            outcome = self._grower.pass_by((rows, counts, slots, committed.tokens))
-        else:  # deferred, so that a suspended drafter costs little
-            self._never_run.append(slots.clone())  # the next step overwrites them
-        self._has_grown = False
-        self._gates.end(outcome)
+            return self._grower.take_in((rows, positions, counts, slots, committed.features, committed.tokens))
+        if has_grown:
+            return self._grower.pass_by((rows, counts, slots, committed.tokens))
+        self._grower.pool.forget(slots)
+        return None
 
     def finish(self, rows: Sequence[int]) -> list[int]:
+        self._forget_never_run()
         self._grower.calibration.forget(rows)
         self._weights.record("end", lambda recorder: recorder.end(rows))
         return [0] * len(rows)
@@ -144,8 +156,9 @@ class SpecBlockDrafter(Drafter):
     def _forget_never_run(self) -> None:
         """Mark the deferred slots as never run. Must precede each use of the pool, which may reuse them."""
         if self._never_run:
-            self._grower.pool.forget(torch.cat([slots.flatten() for slots in self._never_run]))
-            self._never_run = []
+            of_rows = [self._slots[row][first : last + 1] for row, (first, last) in self._never_run.items()]
+            self._grower.pool.forget(torch.cat(of_rows))
+            self._never_run.clear()
 
     def _make_room(self, host: HostMetadata, count: int, device: torch.device) -> None:
         """Run the waiting entries of rows whose queue may lack room for `count` more, because no tree grew for a

@@ -3,8 +3,9 @@
 import torch
 from torch import Tensor
 
+from kernels import entries as reference
 from kernels.cpu.library import CStruct, call, contiguous, remembered
-from kernels.entries import EntryTables, Placed, Waiting
+from kernels.entries import CommittedTokens, EntryTables, FirstBlocks, Placed, Recordings, Waiting
 
 
 def add_entries(
@@ -46,6 +47,29 @@ def place_entries(
     block = scratch, scratch.shape[1], size
     call("place_entries", tables_of(tables), rows, batch, positions, slots, count, *block, *placed)
     return placed
+
+
+def record_tokens(to: Recordings, blocks: FirstBlocks | None, of: CommittedTokens) -> None:
+    """Same as the reference op, if all floats have one type. # shapes: see the three arguments"""
+    dtype, sizes = of.logits.dtype, (of.rows.shape[0], of.tokens.shape[1], of.logits.shape[1])
+    if to.features.dtype != dtype or of.features.dtype != dtype:
+        return reference.record_tokens(to, blocks, of)
+    given = CStruct(*contiguous(*of))
+    call("record_tokens", _recordings_of(to), blocks and _blocks_of(blocks), given, *sizes, dtype=dtype)
+
+
+@remembered
+def _recordings_of(to: Recordings) -> CStruct:
+    """Build the C structure `Recordings` of recordings.cpp."""
+    features, labels = to.features, to.labels
+    widths = [table.shape[2] * table.itemsize for table in (features, labels.states)]
+    return CStruct(to.wanted, features, *labels.fields, features.shape[1], *widths, labels.top_ids.shape[2])
+
+
+@remembered
+def _blocks_of(blocks: FirstBlocks) -> CStruct:
+    """Build the C structure `FirstBlocks` of recordings.cpp."""
+    return CStruct(*blocks, *blocks.logits.shape[1:])
 
 
 @remembered

@@ -2,10 +2,10 @@
 It runs after a step's outputs were delivered, and under a guard: an exception in it does not affect generation."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Items
 from functools import partial
-from itertools import chain, pairwise
+from itertools import pairwise
 from typing import NamedTuple, Protocol
 
 from drafters.decision import SHARE, RegretLedger
@@ -35,13 +35,6 @@ class SentStep(NamedTuple):
     sent: list[list[SequenceOutput]]  # outputs by completing sequence
     gaps: tuple[float, ...]  # seconds between emissions
     preemptions: int
-
-
-class Learn(Protocol):
-    """Signature of `DraftStage.learn`."""
-
-    def __call__(self, budget: DraftBudget, committed: Committed, stats: StepStats, *, timed: bool) -> None:
-        """Learn from a step, and complete its record."""
 
 
 class StepClock:
@@ -115,59 +108,45 @@ class StepAccounting:
             return StepClock(self._now)
         return StepClock(self._now, self.guard.run("weights", learning.between_steps, lambda: drafter.version))
 
-    def keep(self, step: SentStep, learn: Learn) -> tuple[list[FinishStats], StepStats | None]:
-        """Do the bookkeeping of a step, each part under a guard of its own. Returns the records of finished sequences,
-        and the record of the step, or None if that part failed."""
-        batch, budget, clock = step.batch, step.budget, step.clock
+    def keep(self, step: SentStep, learn: Callable[..., None]) -> tuple[list[FinishStats], StepStats | None]:
+        """Do the bookkeeping of a step, each part under a guard of its own; `learn`: `DraftStage.learn`. Returns the
+        records of finished sequences, and the record of the step, or None if that part failed."""
+        batch, clock = step.batch, step.clock
         accepted = [max(0, len(tokens_of(of_one)) - 1) for of_one in step.sent]
         self.guard.run(
             "charge",
-            lambda: charge(batch, clock.version, budget.num_nodes, accepted, clock.seconds()),
+            lambda: charge(batch, clock.version, step.budget.num_nodes, accepted, clock.seconds()),
             partial(leave_uncharged, batch),
         )
         last = [of_one[-1] for of_one in step.sent]
         finished = self.guard.run(
             "end_queries", lambda: self.end_queries(batch.completing, batch.host.rows, last), list[FinishStats]
         )
-        outputs = list(chain.from_iterable(step.sent))
-        recorded = self.guard.run(
-            "end_step",
-            lambda: self.end_step(
-                batch, budget, accepted, outputs, clock, gaps=step.gaps, preemptions=step.preemptions
-            ),
-            lambda: None,
-        )
+        recorded = self.guard.run("end_step", lambda: self.end_step(step, accepted), lambda: None)
         self._num_plain = max(0, self._num_plain - 1)
         if recorded is None:
             self._leave_unlearnt()
             return finished, None
         stats, undisturbed = recorded
-        self.guard.run("learn", partial(learn, budget, step.committed, stats, timed=undisturbed), self._leave_unlearnt)
+        self.guard.run(
+            "learn", partial(learn, step.budget, step.committed, stats, timed=undisturbed), self._leave_unlearnt
+        )
         return finished, stats
 
     def _leave_unlearnt(self) -> None:
         """Forbid drafts in the coming steps, because this step's loss was not entered in the ledger."""
         self._num_plain = _PLAIN_STEPS if self._ledger is not None else 0
 
-    def end_step(
-        self,
-        batch: StepBatch,
-        budget: DraftBudget,
-        accepted: Items[int],
-        outputs: Items[SequenceOutput],
-        clock: StepClock,
-        *,
-        gaps: tuple[float, ...],
-        preemptions: int,
-    ) -> tuple[StepStats, bool]:
-        """Record a step; `accepted`: accepted lengths by completing sequence, `gaps`: seconds between emissions.
-        Returns its record, and whether it ran without training at the same time."""
+    def end_step(self, step: SentStep, accepted: Items[int]) -> tuple[StepStats, bool]:
+        """Record a step; `accepted`: accepted lengths by completing sequence. Returns its record, and whether it ran
+        without training at the same time."""
+        budget, clock = step.budget, step.clock
         clock.lap("other")
         per_draft = tuple(count for count, nodes in zip(accepted, budget.num_nodes, strict=False) if nodes)
         seconds = clock.seconds()
         stats = StepStats(
-            prompt_tokens=sum(item.num_rows for item in batch.items if not item.decodes),
-            emitted_tokens=sum(len(output.token_ids) for output in outputs),
+            prompt_tokens=sum(item.num_rows for item in step.batch.items if not item.decodes),
+            emitted_tokens=sum(len(output.token_ids) for of_one in step.sent for output in of_one),
             drafts=len(per_draft),
             drafted_nodes=sum(budget.num_nodes),
             accepted_tokens=sum(per_draft),
@@ -178,8 +157,8 @@ class StepAccounting:
             verify_seconds=seconds["verify"],
             other_seconds=seconds["other"] + seconds["follow"],
             follow_seconds=seconds["follow"],
-            preemptions=preemptions,
-            itl_seconds=gaps,
+            preemptions=step.preemptions,
+            itl_seconds=step.gaps,
             verify_rows=budget.num_rows,
         )
         if self._ledger is not None:

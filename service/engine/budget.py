@@ -114,7 +114,7 @@ class StepLoad:
         return tuple(self.num_rows + width * self.num_decoding for width in self.tree_widths)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class DraftBudget:
     """What a step drafts and verifies, and why. Tuples have one entry for each sequence of the step.
 

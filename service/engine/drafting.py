@@ -6,7 +6,6 @@ Legend: decoding = sequences that may have a tree, sequences = all sequences of 
 
 import time
 from collections.abc import Sequence as Items
-from dataclasses import replace
 from functools import cache, partial
 from typing import NamedTuple
 
@@ -19,6 +18,7 @@ from drafters.tree import ROOT, Candidates, DraftTree
 from kernels.graph_runner import Capture, send_floats, send_lines
 from service.engine.budget import Budget, DraftBudget, StepLoad
 from service.engine.grammar import constrained, with_runs_of
+from service.engine.kv_pool import SlotTable
 from service.engine.sampling import filters_of
 from service.engine.scheduler import StepBatch
 from service.engine.sequence import Sequence
@@ -67,8 +67,9 @@ class DraftStage:
         self._no_trees = cache(partial(DraftTree.empty, device=device))  # shared, so never written to
         self._even_weights = cache(partial(torch.ones, device=device))
 
-    def start(self, sequences: Items[Sequence]) -> None:
-        """Give the drafter the context of sequences that start, or start again after preemption."""
+    def start(self, sequences: Items[Sequence], table: SlotTable | None = None) -> None:
+        """Give the drafter the context of sequences that start, or start again after preemption; `table` holds their
+        slots."""
         if sequences:
             self._drafter.start(
                 [
@@ -78,6 +79,7 @@ class DraftStage:
                         prediction=s.request.prediction,
                         num_generated=s.num_generated,
                         cached=None if s.lease is None else s.lease.slots,
+                        slots=None if table is None else table.slots[s.table_row],
                         store=s.request.store,
                         scope=s.request.scope.past(shown=s.request.speculation.trace),
                         warm=s.request.sampling.temperature > 0,
@@ -111,27 +113,25 @@ class DraftStage:
         if budget.drafted:
             limits = self._limits(batch.decoding, budget.max_nodes)
             candidates = self._with_known_tokens(batch.decoding, self._grow(batch.decoding, budget.load, limits))
-            return self._pruned(batch, budget, candidates, limits)
+            return self._pruned(budget, candidates, limits), budget
         if budget.reason == "suspended" and any(s.sampling.grammar or s.replay_tokens for s in batch.decoding):
             candidates = self._with_known_tokens(batch.decoding, self._no_trees(budget.load.num_decoding))
             if candidates.width:
-                limits = self._limits(batch.decoding, budget.max_nodes)
-                return self._pruned(batch, replace(budget, reason="forced"), candidates, limits)
-        none = (0,) * len(batch.items)
-        return self._no_trees(len(batch.items)), replace(budget, node_rows=none, num_nodes=none)
+                budget.reason = "forced"
+                return self._pruned(budget, candidates, self._limits(batch.decoding, budget.max_nodes)), budget
+        budget.node_rows = budget.num_nodes = (0,) * len(batch.items)
+        return self._no_trees(len(batch.items)), budget
 
-    def with_node_counts(self, budget: DraftBudget, tree_sizes: Items[Items[int]]) -> DraftBudget:
+    def count_nodes(self, budget: DraftBudget, tree_sizes: Items[Items[int]]) -> None:
         """Add the numbers of verified nodes to the budget, after the host has read them, and set the next step's tree
         width by them. # tree_sizes [completing, SIZES], see `Pruned`"""
         if budget.tree_sizes is None:
-            return budget
+            return
         wanted, nodes, useful = zip(*tree_sizes[: budget.load.num_decoding], strict=True)
         self._pruning.width.learn(wanted)
-        reason = budget.reason
-        if reason == "cost" and not any(nodes):
-            reason = "does_not_pay" if any(useful) else "no_candidates"
-        nodes += (0,) * (len(budget.node_rows) - len(nodes))
-        return replace(budget, reason=reason, num_nodes=nodes)
+        if budget.reason == "cost" and not any(nodes):
+            budget.reason = "does_not_pay" if any(useful) else "no_candidates"
+        budget.num_nodes = (*nodes, *(0,) * (len(budget.node_rows) - len(nodes)))
 
     def learn(self, budget: DraftBudget, committed: Committed, stats: StepStats, *, timed: bool = True) -> None:
         """Let calibration, drafter and policy learn from the step, and add their figures to its record.
@@ -168,19 +168,18 @@ class DraftStage:
             tree_widths=self._pruning.width.choices,
         )
 
-    def _pruned(
-        self, batch: StepBatch, budget: DraftBudget, candidates: Candidates, limits: "_Limits"
-    ) -> tuple[DraftTree, DraftBudget]:
-        """Prune candidates to the budget; if the trees do not fit into the free slots, each gets an equal share."""
-        load, reason = budget.load, budget.reason
+    def _pruned(self, budget: DraftBudget, candidates: Candidates, limits: "_Limits") -> DraftTree:
+        """Prune candidates to the budget, and add rows and sizes of the trees to it; if they do not fit into the free
+        slots, each gets an equal share."""
+        load = budget.load
         trees, tree_sizes, node_rows = self._prune(candidates, budget, limits)
         if sum(node_rows) > load.free_slots:  # only with a fixed budget: step seconds are infinite above the free slots
             limits = limits._replace(max_nodes=limits.max_nodes.clamp(max=load.free_slots // load.num_decoding))
             trees, tree_sizes, node_rows = self._prune(candidates, budget, limits)
-            reason = reason if reason == "forced" else "slots"
-        padded = (*node_rows, *(0 for _ in range(load.num_sequences - len(node_rows))))
-        budget = replace(budget, reason=reason, node_rows=padded, tree_sizes=tree_sizes)
-        return _with_empty_trees(trees, load.num_sequences), budget
+            budget.reason = "forced" if budget.reason == "forced" else "slots"
+        budget.node_rows = (*node_rows, *(0,) * (load.num_sequences - len(node_rows)))
+        budget.tree_sizes = tree_sizes
+        return _with_empty_trees(trees, load.num_sequences)
 
     def _prune(
         self, candidates: Candidates, budget: DraftBudget, limits: "_Limits"

@@ -13,10 +13,9 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 
 import torch
-from torch import Tensor
 
 from drafters.decision import RegretLedger
-from drafters.protocol import MIN_SURVIVAL, Committed, Drafter, MemorySizes
+from drafters.protocol import MIN_SURVIVAL, Drafter, MemorySizes
 from drafters.readback import clock_of
 from kernels.rows import ForwardRows
 from kernels.tree_attention import NULL_SLOT
@@ -232,7 +231,7 @@ class Engine:
     def _draft_and_verify(self, batch: StepBatch, clock: StepClock, *, drafts: bool) -> StepResult:
         """Draft trees, run the target on them and accept nodes. Only slots and the drafter's state change, so that a
         step that raises here can be undone."""
-        self._draft_stage.start(batch.started)
+        self._draft_stage.start(batch.started, self.table)
         trees, budget = self._draft_stage.draft(batch, drafts=drafts)
         clock.lap("draft")
         rows = self._layout(batch.items, trees, budget.node_rows)
@@ -244,13 +243,19 @@ class Engine:
             batch.completing, rows, trees, output.logits, output.sampler, budget.tree_sizes
         )
         committed = committed_of(
-            verified, trees, output, wants_scores=wants_scores, host=batch.host, follow=budget.followed
+            verified, trees, output, wants_scores=False, host=batch.host, follow=budget.followed or wants_scores
         )
+        if wants_scores:
+            logits, chosen_by = output.logits, verified.path_logits
+            committed = replace(committed, follow=budget.followed, logits=logits, chosen_by=chosen_by)
         clock.lap("other")
-        self._update_drafter(batch, rows, output.features, committed)
+        if reads:
+            for read in prompt_reads(batch.items, rows, output.features, follow=committed.follow):
+                self.drafter.read(read)
+        self.drafter.commit(committed)
         clock.lap("follow")
         tokens, failed, tree_sizes = read_result(verified)
-        budget = self._draft_stage.with_node_counts(budget, tree_sizes)
+        self._draft_stage.count_nodes(budget, tree_sizes)
         return StepResult(trees, budget, verified, committed, output.logits, tokens, failed)
 
     def _forward(self, batch: StepBatch, rows: ForwardRows, *, features: bool) -> TargetOutput:
@@ -260,16 +265,6 @@ class Engine:
         if output.scored is not None:
             keep_prompt_scores(scores, output.scored)
         return output
-
-    def _update_drafter(
-        self, batch: StepBatch, rows: ForwardRows, features: Tensor | None, committed: Committed
-    ) -> None:
-        """Let the drafter read the tokens that became permanent: prompt chunks, then accepted tokens.
-        # features [rows, taps * hidden]"""
-        if self.drafter.reads_prompts:
-            for read in prompt_reads(batch.items, rows, features, follow=committed.follow):
-                self.drafter.read(read)
-        self.drafter.commit(committed)
 
     def _commit_and_emit(self, batch: StepBatch, result: StepResult, clock: StepClock) -> tuple[EngineOutput, SentStep]:
         """Append the step's tokens to their sequences, free the slots of rejected nodes, and make the outputs."""

@@ -195,7 +195,7 @@ def training_bytes(num_weights: int, serving_bytes: int) -> int:
 
 def feedback_bytes(*, max_sequences: int, places: int, width: int, hidden: int, top: int, itemsize: int) -> int:
     """Bytes of the tables that record training data of running sequences."""
-    per_place = (width + hidden) * itemsize + 6 * top + 8 + 8 + 4 + 1
+    per_place = (width + hidden) * itemsize + 8 * top + 8 + 8 + 4 + 1
     return max_sequences * places * per_place
 
 

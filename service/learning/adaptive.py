@@ -170,6 +170,7 @@ def build_adaptive(
         dtype=network.dtype,
         wanted=learner.sampler.draws,
     )
+    recorder.captured = assembly.target.capture is not None
     guard = Guard()
     worker.on_death = partial(guard.count, "adaptation")
     weights = replace(

@@ -69,7 +69,7 @@ class Guard:
             if self._in_a_row[part, name] >= _MOST_IN_A_ROW:
                 self.switch_off(part)
             return otherwise()
-        if self._in_a_row[part, name]:
+        if self._in_a_row and self._in_a_row[part, name]:
             with self._lock:
                 self._in_a_row[part, name] = 0
         return result

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from adaptation.worker import low_priority_stream
-from drafters.protocol import Committed, DraftContext, Noise, Read, Scores
+from drafters.protocol import Committed, DraftContext, Noise, Read
 from drafters.tree import DraftTree, VerifyResult
 from kernels.sample import hash_bits
 from service.assembly import Assembly, assemble
@@ -218,7 +218,8 @@ def _proposals(adaptive: Adaptive) -> torch.Tensor:
             features=features[None, 20:],
             positions=row + 20,
             slots=slots[None, 20:],
-            scores=Scores(row, torch.zeros(1, adaptive.network.config.target_vocab_size, device=DEVICE)),
+            logits=torch.zeros(1, adaptive.network.config.target_vocab_size, device=DEVICE),
+            chosen_by=row[None],
         )
     )
     grown = drafter.grow(row, Noise(row, torch.zeros(1, device=DEVICE), row + 21))

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kernels import ops
-from kernels.entries import EntryTables
+from kernels.entries import CommittedTokens, DraftLabels, EntryTables, FirstBlocks, Recordings
 from kernels.ops import REFERENCE
 
 KINDS = (REFERENCE, ops.on(torch.device("cpu")))
@@ -59,3 +59,51 @@ def test_texts_are_followed_alike(seed: int, batch: int, entries: int, dtype: to
                 given_there = rows, taken.positions, taken.slots, places, block
                 wanted, found = (kind.place_entries(own, *given_there) for kind, own in zip(KINDS, both, strict=True))
                 assert all(map(torch.equal, found, wanted))
+
+
+def recordings(dtype: torch.dtype, top: int) -> Recordings:
+    def table(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
+        return torch.zeros(ROWS, ROOM, *shape, dtype=dtype)
+
+    numbers, floats = table(dtype=torch.int64), table(dtype=torch.float32)
+    tops = table(top, dtype=torch.int32), table(top, dtype=torch.float32)
+    labels = DraftLabels(numbers, table(5), numbers.clone(), floats, table(dtype=torch.bool), *tops)
+    return Recordings(torch.arange(ROWS) % 3 > 0, table(WIDTH), labels)
+
+
+@given(
+    seed=st.integers(0, 2**30),
+    batch=st.integers(1, 16),
+    vocab=st.sampled_from([20, 1000]),
+    top=st.sampled_from([1, 7, 20]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    grown=st.booleans(),
+)
+def test_tokens_are_recorded_alike(
+    seed: int, batch: int, vocab: int, top: int, dtype: torch.dtype, grown: bool
+) -> None:
+    drawn, both = torch.Generator().manual_seed(seed), [recordings(dtype, top) for _ in KINDS]
+    count, size = 6, 4
+    t2d = torch.randint(-1, vocab // 2, (vocab,), generator=drawn)
+    states, block = (torch.randn(ROWS, size, wide, generator=drawn).to(dtype) for wide in (5, vocab // 2))
+    blocks = FirstBlocks(torch.randint(0, 2, (ROWS,), generator=drawn), states, block, t2d)
+    rows = torch.randperm(ROWS, generator=drawn)[:batch]
+    roots, num_nodes = torch.randint(0, 2, (2, batch), generator=drawn)
+    tokens = torch.randint(0, vocab, (batch, count), generator=drawn)
+    # No two scores of a row are equal, so that there is one order.
+    logits = torch.stack([torch.randperm(vocab, generator=drawn) for _ in range(batch * count)]).float() / 8
+    counts, chosen_by = torch.randint(1, count + 1, (batch,), generator=drawn), torch.randperm(batch * count)
+    features = torch.randn(batch, count, WIDTH, generator=drawn).to(dtype)
+    given = rows, roots, counts, num_nodes, tokens, features, logits.to(dtype)
+    of = CommittedTokens(*given, chosen_by.view(batch, count))
+    for kind, own in zip(KINDS, both, strict=True):
+        kind.record_tokens(own, blocks if grown else None, of)
+    (_, seen, expected), (_, found_seen, found) = both
+    assert torch.equal(found_seen, seen)
+    for name in ("positions", "tokens", "rejected"):
+        assert torch.equal(getattr(found, name), getattr(expected, name)), name
+    assert torch.equal(found.states[found.positions > 0], expected.states[found.positions > 0])
+    assert torch.allclose(found.chances, expected.chances, rtol=1e-4)
+    assert torch.allclose(found.top_logprobs, expected.top_logprobs, atol=1e-4)
+    if dtype == torch.float32:  # bfloat16 makes some scores equal
+        assert torch.equal(found.top_ids, expected.top_ids)

@@ -125,19 +125,10 @@ class FedDrafter:
         """So many tokens after these positions were chosen, without a tree."""
         at = torch.tensor(positions)[:, None] + torch.arange(count)
         numbers = torch.tensor(rows)[:, None] % len(self.tokens)
-        nothing = torch.zeros(len(rows), 0, dtype=torch.int64)
-        self.drafter.commit(
-            Committed(
-                rows=torch.tensor(rows),
-                tokens=self.tokens[numbers, at + 1],
-                counts=torch.full((len(rows),), count),
-                tree=DraftTree.empty(len(rows)),
-                result=VerifyResult(nothing, nothing, nothing),
-                features=self.features[numbers, at],
-                positions=at[:, 0],
-                slots=self.slots[numbers, at],
-            )
-        )
+        tree, result = DraftTree.empty(len(rows)), VerifyResult(*[at[:, :0]] * 3)
+        chosen = torch.tensor(rows), self.tokens[numbers, at + 1], torch.full((len(rows),), count)
+        read = self.features[numbers, at], at[:, 0], self.slots[numbers, at]
+        self.drafter.commit(Committed(*chosen, tree, result, *read))
 
     def grow(self, rows: list[int], roots: list[int], temperature: float = 0.0) -> Candidates:
         seeds = torch.tensor(rows)

@@ -23,10 +23,10 @@ def fed(capture: Capture | None, kind: str, blocks: int, *published: str) -> tup
     target_config("llama")  # made once, with random numbers that the drafter's own must not depend on
     changes: dict[str, Any] = {**trained_kind(kind).shape, **dict.fromkeys(published, True)}
     model = tiny_drafter(trained_length=192, kind=kind, **changes)
-    recorder = FeedbackRecorder(
-        model.config, model.t2d, max_sequences=TEXTS, window_tokens=8, top=2, dtype=torch.float32, wanted=lambda: False
-    )
-    sizes: dict[str, Any] = {"sequences": TEXTS, "rows": TEXTS, "length": LENGTH, "max_nodes": 24}
+    sizes: dict[str, Any] = {"max_sequences": TEXTS, "window_tokens": 8, "top": 2, "dtype": torch.float32}
+    recorder = FeedbackRecorder(model.config, model.t2d, **sizes, wanted=lambda: False)
+    recorder.captured = True
+    sizes = {"sequences": TEXTS, "rows": TEXTS, "length": LENGTH, "max_nodes": 24}
     return FedDrafter(model, **sizes, capture=capture, blocks=blocks, starts=3, recorder=recorder), recorder
 
 
@@ -83,7 +83,7 @@ def test_the_same_trees(form: tuple[Any, ...]) -> None:
         assert torch.equal(one.tokens, other.tokens)
         assert torch.equal(one.parents, other.parents)
         torch.testing.assert_close(one.survival, other.survival, atol=TOLERANCE, rtol=0)
-    assert other_recorder._roots[:TEXTS].tolist() == [24, 98, 64]
+    assert other_recorder._blocks.roots[:TEXTS].tolist() == [24, 98, 64]
     for name in ("states", "logits"):
-        kept, other_kept = (getattr(recorder, f"_{name}")[:TEXTS] for recorder in (one_recorder, other_recorder))
+        kept, other_kept = (getattr(one._blocks, name)[:TEXTS] for one in (one_recorder, other_recorder))
         torch.testing.assert_close(kept, other_kept, atol=1e-4, rtol=0)

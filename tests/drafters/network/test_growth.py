@@ -58,20 +58,11 @@ def commit(made: SpecBlockDrafter, rows: list[int], roots: list[int], count: int
     drawn = torch.Generator().manual_seed(7)
     features = torch.randn(ROWS, LENGTH, config.features_size, generator=drawn)
     tokens = torch.randint(VOCAB_SIZE, (ROWS, LENGTH + 1), generator=drawn)
-    lines, nothing = torch.tensor(rows), torch.zeros(len(rows), 0, dtype=torch.int64)
-    made.commit(
-        Committed(
-            rows=lines,
-            tokens=tokens[lines[:, None], at + 1],
-            counts=torch.full((len(rows),), count),
-            tree=DraftTree.empty(len(rows)),
-            result=VerifyResult(nothing, nothing, nothing),
-            features=features[lines[:, None], at],
-            positions=at[:, 0],
-            slots=1 + lines[:, None] * LENGTH + at,
-            host=HostMetadata(tuple(rows), tuple(roots)),
-        )
-    )
+    lines, result = torch.tensor(rows), VerifyResult(*[at[:, :0]] * 3)
+    chosen = tokens[lines[:, None], at + 1], torch.full((len(rows),), count)
+    read = features[lines[:, None], at], at[:, 0], 1 + lines[:, None] * LENGTH + at
+    host = HostMetadata(tuple(rows), tuple(roots))
+    made.commit(Committed(lines, *chosen, DraftTree.empty(len(rows)), result, *read, host=host))
 
 
 @pytest.mark.parametrize(

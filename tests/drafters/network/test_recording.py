@@ -8,7 +8,7 @@ import torch
 
 from drafters.feedback import QueryFeedback
 from drafters.network.recording import FeedbackRecorder
-from drafters.protocol import Committed, DraftContext, Read, Scores
+from drafters.protocol import Committed, DraftContext, Read
 from drafters.tree import DraftTree, VerifyResult
 from tests.drafters.network.parts import tiny_drafter
 from tests.drafters.test_feedback import query
@@ -20,8 +20,8 @@ T2D = torch.where(torch.arange(TARGET_VOCAB) % 2 == 0, torch.arange(TARGET_VOCAB
 
 
 def recorder(wanted: Callable[[], bool] = lambda: True) -> FeedbackRecorder:
-    sizes = {"max_sequences": ROWS, "window_tokens": 32, "top": TOP}
-    return FeedbackRecorder(CONFIG, T2D, **sizes, dtype=torch.float32, wanted=wanted)
+    dtype = torch.float32
+    return FeedbackRecorder(CONFIG, T2D, max_sequences=ROWS, window_tokens=32, top=TOP, dtype=dtype, wanted=wanted)
 
 
 def block(seed: int, rows: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
@@ -35,18 +35,10 @@ def committed(row: int, root: int, tokens: list[int], nodes: int = 3) -> Committ
     ids = torch.tensor([[*tokens, -1]])
     count, wide = torch.tensor([len(tokens)]), (1, len(tokens) + 1)
     tree = DraftTree.of(torch.zeros(1, nodes, dtype=torch.int64), torch.full((1, nodes), -1))
-    nothing = torch.zeros(1, 0, dtype=torch.int64)
-    return Committed(
-        rows=torch.tensor([row]),
-        tokens=ids,
-        counts=count,
-        tree=tree,
-        result=VerifyResult(nothing, count - 1, nothing),
-        features=torch.zeros(*wide, WIDTH),
-        positions=torch.tensor([root]),
-        slots=ids,
-        scores=Scores(torch.arange(len(tokens)), torch.randn(len(tokens), TARGET_VOCAB)),
-    )
+    result, features = VerifyResult(ids[:, :0], count - 1, ids[:, :0]), torch.zeros(*wide, WIDTH)
+    logits, chosen_by = torch.randn(len(tokens), TARGET_VOCAB), torch.tensor([[*range(len(tokens)), 0]])
+    given = torch.tensor([row]), ids, count, tree, result, features, torch.tensor([root]), ids
+    return Committed(*given, logits=logits, chosen_by=chosen_by)
 
 
 def drive(recorder: FeedbackRecorder, tokens: list[int], *, drafts: bool = True) -> QueryFeedback:
@@ -166,7 +158,7 @@ def test_what_waits_is_kept_in_the_order_of_the_text_however_many_steps_it_took(
         recording.commit(step, grown=grown)
     recording.end([1])
     heard = recording.finish(query(1, 3 + 2 * len(steps)))
-    expected = torch.cat([step.scores.logits for step in steps if step.scores is not None]).log_softmax(-1).topk(TOP)
+    expected = torch.cat([step.logits for step in steps if step.logits is not None]).log_softmax(-1).topk(TOP)
     assert torch.equal(heard.top_ids, expected.indices.int())
     assert torch.allclose(heard.top_logprobs.float(), expected.values, atol=1e-2)
     places = [3 + 2 * number + ahead for number in range(len(steps)) if number % 3 != 1 for ahead in (0, 1)]

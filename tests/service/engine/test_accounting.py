@@ -3,12 +3,13 @@
 from time import perf_counter
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import Mock
 
 import pytest
 
 from drafters.feedback import Query
 from drafters.registry import NoDrafter
-from service.engine.accounting import StepAccounting, charge, query_of
+from service.engine.accounting import SentStep, StepAccounting, charge, query_of
 from service.engine.scheduler import StepBatch
 from service.engine.sequence import QueryCosts, Sequence
 from tests.service.engine.harness import budget_of, greedy, load_of, request
@@ -74,5 +75,6 @@ def test_rows_of_a_forward_are_those_that_ran() -> None:
     batch = step(OneSequence(), OneSequence(), reading=OneSequence())
     budget = budget_of(load_of(2, prompt_rows=7), (3, 0, 0), node_rows=(7, 7, 0))
     books = StepAccounting(NoDrafter(), perf_counter)
-    stats, _ = books.end_step(batch, budget, [1, 0], [], books.start_step(), gaps=(), preemptions=0)
+    sent = SentStep(batch, budget, committed=Mock(), clock=books.start_step(), sent=[], gaps=(), preemptions=0)
+    stats, _ = books.end_step(sent, [1, 0])
     assert (stats.prompt_tokens, stats.drafted_nodes, stats.verify_rows) == (7, 3, 1 + 1 + 7 + 14)

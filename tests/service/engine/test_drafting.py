@@ -293,5 +293,5 @@ def test_why_costs_allow_no_node_is_reported() -> None:
             policy.learn(draft(stage, batch_of(decoding(0)), 100)[1], step_stats())
         _, decided = draft(stage, batch_of(decoding(0, max_tokens=max_tokens)), 100)
         assert decided.tree_sizes is not None
-        budget = stage.with_node_counts(decided, decided.tree_sizes.tolist())
-        assert (budget.reason, budget.num_nodes) == (reason, (0,))
+        stage.count_nodes(decided, decided.tree_sizes.tolist())
+        assert (decided.reason, decided.num_nodes) == (reason, (0,))

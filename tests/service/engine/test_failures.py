@@ -282,7 +282,7 @@ STAGES: tuple[tuple[Callable[[Engine], object], str], ...] = (
     (lambda engine: engine.target, "forward"),
     (lambda engine: engine._verify_stage, "verify"),
     (lambda engine: engine.drafter, "commit"),
-    (lambda engine: engine._draft_stage, "with_node_counts"),
+    (lambda engine: engine._draft_stage, "count_nodes"),
 )
 
 
