@@ -55,10 +55,9 @@ class FeedbackRecorder:
             top_ids=table(top, dtype=torch.int32),
             top_logprobs=table(top, dtype=torch.float32),
         )
-        wanted_rows = torch.zeros(max_sequences + 1, dtype=torch.bool, device=device)
-        self._tables = Recordings(wanted_rows, table(config.features_size), labels)
-        self._first: dict[int, int] = {}
-        self._prompt: dict[int, int] = {}
+        no_rows = torch.zeros(max_sequences + 1, dtype=torch.bool, device=device)
+        self._tables = Recordings(no_rows, table(config.features_size), labels)
+        self._first, self._prompt = dict[int, int](), dict[int, int]()  # row -> first position with features, and label
         blocks = max_sequences + 1, config.block_size
         draft_vocab = int(t2d.max()) + 1  # planned transfer: at the start
         self._blocks = FirstBlocks(

@@ -61,9 +61,8 @@ def record_tokens(to: Recordings, blocks: FirstBlocks | None, of: CommittedToken
 @remembered
 def _recordings_of(to: Recordings) -> CStruct:
     """Build the C structure `Recordings` of recordings.cpp."""
-    features, labels = to.features, to.labels
-    widths = [table.shape[2] * table.itemsize for table in (features, labels.states)]
-    return CStruct(to.wanted, features, *labels.fields, features.shape[1], *widths, labels.top_ids.shape[2])
+    places, *widths = to.features.shape[1], *(one.shape[2] * one.itemsize for one in (to.features, to.labels.states))
+    return CStruct(*to[:2], *to.labels.fields, places, *widths, to.labels.top_ids.shape[2])
 
 
 @remembered
