@@ -26,7 +26,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -216,9 +216,13 @@ def _blocks(x: Tensor) -> Tensor:
     return whole
 
 
-RunLayers = Callable[[Tensor, Tensor | None, Any], Tensor]
-"""Runs layers on (hidden [rows, hidden], changed in place; delta, which the first layer adds to hidden, or None;
-`RowPlaces`), and returns the last feed-forward's output, which the caller adds to hidden."""
+class RunLayers(Protocol):
+    """Runs planned layers."""
+
+    def __call__(self, hidden: Tensor, delta: Tensor | None, places: Any, tapped: Tensor | None = None) -> Tensor:
+        """Run the layers on `hidden`, in place; the first one adds `delta` to it. Returns the last feed-forward's
+        output, which the caller adds to hidden. `places`: `RowPlaces`; `tapped` receives the sums of both after the
+        tapped layers. # hidden, delta [rows, hidden]; tapped [rows, taps * hidden] -> [rows, hidden]"""
 
 
 def add_rms_norm(hidden: Tensor, delta: Tensor | None, weight: Tensor, epsilon: float) -> Tensor:
@@ -267,13 +271,16 @@ def spans_projection(head_norms: tuple[Tensor, Tensor] | None, dim: int) -> bool
     return head_norms is not None and len(head_norms[0]) > dim
 
 
-def plan_layers(layers: Sequence[Any], pools: Sequence[Tensor]) -> RunLayers:
-    """Plan a function that runs `DecoderLayer`s in order, each with its own KV pool.
-    # pools [2, slots, kv_heads, dim] each"""
+def plan_layers(layers: Sequence[Any], pools: Sequence[Tensor], taps: Sequence[int] = ()) -> RunLayers:
+    """Plan a function that runs `DecoderLayer`s in order, each with its own KV pool. `taps`: indices of the tapped
+    layers, in the order of their columns. # pools [2, slots, kv_heads, dim] each"""
 
-    def run(hidden: Tensor, delta: Tensor | None, places: Any) -> Tensor:
-        for layer, pool in zip(layers, pools, strict=True):
+    def run(hidden: Tensor, delta: Tensor | None, places: Any, tapped: Tensor | None = None) -> Tensor:
+        columns = {} if tapped is None else dict(zip(taps, tapped.chunk(len(taps), -1), strict=True))
+        for index, (layer, pool) in enumerate(zip(layers, pools, strict=True)):
             delta = layer(hidden, delta, places, pool)
+            if index in columns:
+                torch.add(hidden, delta, out=columns[index])
         assert delta is not None, "no layers"
         return delta
 

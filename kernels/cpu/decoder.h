@@ -18,6 +18,7 @@ struct DecoderLayer {
     const T *attention_input, *attention_output, *mlp_input, *mlp_output;  // norms; null where the family has none
     const T *query_norm, *key_norm;
     int64_t norms_whole;  // whether these two are of all heads of a row together
+    int64_t tap;          // number of this layer among the tapped ones, or -1
     Layer<T> attention;
     float epsilon;
 };
@@ -31,6 +32,8 @@ struct Places {
     int64_t num_groups;
     const int64_t* tables;
     int64_t table_width;
+    T* tapped;  // [rows, taps, width], hidden states after the tapped layers, or null
+    int64_t taps;
 };
 
 // Runs the layers on hidden [rows, width], in place. The first layer adds `delta` (or null) to it first; the output of the

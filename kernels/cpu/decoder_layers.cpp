@@ -12,6 +12,14 @@ const T* add_norm(T* hidden, const T* delta, const T* norm, float epsilon, T* no
     return norm ? normed : hidden;
 }
 
+// to = hidden + delta, whose rows lie `stride` apart.
+template <class T>
+void tap(const T* hidden, const T* delta, T* to, int64_t rows, int64_t width, int64_t stride) {
+    for (int64_t row = 0; row < rows; row++, hidden += width, delta += width, to += stride)
+        for (int64_t i = 0; i < width; i += LANES)
+            store_end(to + i, load_end(hidden + i, width - i) + load_end(delta + i, width - i), width - i);
+}
+
 }  // namespace
 
 template <class T>
@@ -36,6 +44,7 @@ void decode(const DecoderLayer<T>* layers, int64_t count, const Places<T>* at, T
         silu_mul(joined, gated, rows, layer->down.in);
         layer->down(gated, result, rows);
         add_norm<T>(result, nullptr, layer->mlp_output, epsilon, result, rows, width);
+        if (at->tapped && layer->tap >= 0) tap(hidden, result, at->tapped + layer->tap * width, rows, width, at->taps * width);
     }
 }
 

@@ -174,9 +174,10 @@ def rotary_store(
 class CompiledLayers:
     """Decoder layers whose products are all packed, run by one native call."""
 
-    def __init__(self, layers: "Sequence[DecoderLayer]", pools: Sequence[Tensor]) -> None:
-        self._pools = pools
-        self._structures = [_structure_of(layer, pool) for layer, pool in zip(layers, pools, strict=True)]
+    def __init__(self, layers: "Sequence[DecoderLayer]", pools: Sequence[Tensor], taps: Sequence[int] = ()) -> None:
+        self._pools, self._taps = pools, len(taps)
+        columns = [taps.index(number) if number in taps else -1 for number in range(len(layers))]
+        self._structures = [*map(_structure_of, layers, pools, columns)]
         self.joined = as_tensor(b"".join(self._structures))
         # Intermediate results of a row: the normed input, then either queries, attention output and fused QKV product,
         # or SwiGLU output and fused gate-up product.
@@ -185,7 +186,9 @@ class CompiledLayers:
             for query_key_value, output, gate_up, down in map(_packed, layers)
         )
 
-    def __call__(self, hidden: Tensor, delta: Tensor | None, places: "RowPlaces") -> Tensor:
+    def __call__(
+        self, hidden: Tensor, delta: Tensor | None, places: "RowPlaces", tapped: Tensor | None = None
+    ) -> Tensor:
         """Run all layers; see `RunLayers`. # [rows, hidden] -> [rows, hidden]"""
         attention = places.attention
         assert isinstance(attention, CompiledAttention), "attention was planned by other ops"
@@ -193,17 +196,17 @@ class CompiledLayers:
         assert hidden.dtype == self._pools[0].dtype, f"{self._pools[0].dtype} keeps no {hidden.dtype}"
         result, rows = torch.empty_like(hidden), hidden.shape[0]
         scratch, where = hidden.new_empty(rows * self.scratch), (places.cos, places.sin, places.slots)
-        at = CStruct(*where, *attention.rows.words, *attention.groups_and_table)
+        at = CStruct(*where, *attention.rows.words, *attention.groups_and_table, tapped, self._taps)
         call("decode", self.joined, len(self._structures), at, hidden, delta, result, rows, scratch, dtype=hidden.dtype)
         return result
 
 
-def plan_layers(layers: Sequence[Any], pools: Sequence[Tensor]) -> RunLayers:
+def plan_layers(layers: Sequence[Any], pools: Sequence[Tensor], taps: Sequence[int] = ()) -> RunLayers:
     """Same as the reference op, in one native call for all layers. If any product is not packed or has an odd number of
     input columns, all layers run op by op. # pools [2, slots, kv_heads, dim] each"""
     if all(len(_packed(layer)) == 4 for layer in layers):
-        return CompiledLayers(layers, pools)
-    return op_by_op(layers, pools)
+        return CompiledLayers(layers, pools, taps)
+    return op_by_op(layers, pools, taps)
 
 
 def _packed(layer: "DecoderLayer") -> list[PackedLinear]:
@@ -212,9 +215,9 @@ def _packed(layer: "DecoderLayer") -> list[PackedLinear]:
     return [one for one in products if isinstance(one, PackedLinear) and not one.missing]
 
 
-def _structure_of(layer: "DecoderLayer", pool: Tensor) -> CStruct:
+def _structure_of(layer: "DecoderLayer", pool: Tensor, tap: int) -> CStruct:
     """Build the C structure `DecoderLayer` of decoder.h."""
-    norms = *layer.norms, *(layer.head_norms or (None, None)), spans_projection(layer.head_norms, pool.shape[3])
+    norms = *layer.norms, *(layer.head_norms or (None, None)), spans_projection(layer.head_norms, pool.shape[3]), tap
     attention = layer_of(pool, layer.query_heads, layer.window)
     words = [word for product in _packed(layer) for word in product.structure.words]
     return CStruct(*words, *norms, *attention, floats=(layer.scale * LOG2_E, 0.0, layer.epsilon))

@@ -153,8 +153,8 @@ def weight_memory(num_bytes: int) -> Tensor:
         size = -(-num_bytes // _LINE) * _LINE
         if _arena[0].shape[0] < size:
             _arena[0] = _huge_pages(max(size, _ARENA))
-        taken, _arena[0] = _arena[0].split([size, _arena[0].shape[0] - size])
-    return taken[:num_bytes]
+        taken, _arena[0] = _arena[0][:num_bytes], _arena[0][size:]
+    return taken
 
 
 def _huge_pages(num_bytes: int) -> Tensor:

@@ -54,8 +54,7 @@ class FusedDecoder:
         self._norm = inner.get_submodule("norm").get_parameter("weight")
         self._head = self._ops.plan_linear(head.weight, head.bias)
         self._taps = tuple(taps)
-        self._runs: dict[tuple[int, ...], dict[int, RunLayers]] = {}  # by taps
-        self._planned_for: Tensor | None = None  # storage of the pool for which `_runs` is planned
+        self._planned: tuple[Tensor | None, RunLayers | None] = None, None  # storage of a pool, its layers
 
     def __call__(
         self,
@@ -68,30 +67,20 @@ class FusedDecoder:
         features: bool = True,
     ) -> tuple[Tensor, Tensor | None]:
         """Run a forward; see `Layers`."""
-        hidden, taps = self.embedded(tokens), self._taps if features else ()
-        places, delta, outputs = self.places(positions, slots, attention), None, dict[int, Tensor]()
-        for last, run in self._planned(pool, taps).items():
-            delta = run(hidden, delta, places)
-            if last in taps:
-                outputs[last] = hidden + delta
-        tapped = torch.cat([outputs[index] for index in taps], dim=-1) if outputs else None
+        hidden, places, tapped = self.embedded(tokens), self.places(positions, slots, attention), None
+        if features and self._taps:
+            tapped = hidden.new_empty(hidden.shape[0], len(self._taps) * hidden.shape[1])
+        delta = self._run_of(pool)(hidden, None, places, tapped)
         return self.logits(hidden, delta, logit_rows), tapped
 
-    def _planned(self, pool: KVPool, taps: tuple[int, ...]) -> dict[int, RunLayers]:
-        """Plan the layers in runs that each end at a tapped layer or at the last one, by the index of the run's last
-        layer; the plans are kept until the pool changes."""
-        if self._planned_for is not pool.storage:
-            self._runs, self._planned_for = {}, pool.storage
-        if taps not in self._runs:
-            count = len(self._layers)
-            ends = sorted({*taps, count - 1})
-            starts = [0, *(end + 1 for end in ends[:-1])]
-            pools = [pool.layer(index) for index in range(count)]
-            self._runs[taps] = {
-                end: self._ops.plan_layers(self._layers[start : end + 1], pools[start : end + 1])
-                for start, end in zip(starts, ends, strict=True)
-            }
-        return self._runs[taps]
+    def _run_of(self, pool: KVPool) -> RunLayers:
+        """Return the layers planned for this pool; the plan is kept until the pool changes."""
+        storage, run = self._planned
+        if run is None or storage is not pool.storage:
+            pools = [pool.layer(index) for index in range(len(self._layers))]
+            run = self._ops.plan_layers(self._layers, pools, self._taps)
+            self._planned = pool.storage, run
+        return run
 
     def embedded(self, tokens: Tensor) -> Tensor:
         """Look up the embeddings of tokens. # [rows] int64 -> [rows, hidden]"""
