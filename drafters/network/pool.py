@@ -16,6 +16,7 @@ from drafters.protocol import DraftingSizes, HostMetadata
 from drafters.slots import HeldSlots
 from drafters.tree import MAX_DEPTH
 from kernels import ops
+from kernels.cpu.library import pool_memory
 from kernels.entries import EntryTables, Placed, places_of
 from kernels.entries import Waiting as Waiting
 from kernels.tree_attention import NULL_SLOT
@@ -38,7 +39,7 @@ class EntryPool:
         self.scratch_places = num_slots * self.entries + scratch  # [sequences, live]
         places = num_slots * self.entries + sequences * live
         shape = (network.config.num_layers, 2, places, network.shape.kv_heads, network.shape.head_dim)
-        self.storage = torch.zeros(shape, dtype=network.dtype, device=network.device)
+        self.storage = pool_memory(shape, network.dtype, network.device)
         held = HeldSlots(num_slots, network.device)
         self.forget, self.forget_all, self.hold, self.holds = held.forget, held.forget_all, held.hold, held.holds
         self.held = held.table

@@ -8,7 +8,7 @@ import mmap
 import os
 import struct
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any, TypeVar
@@ -155,6 +155,14 @@ def weight_memory(num_bytes: int) -> Tensor:
             _arena[0] = _huge_pages(max(size, _ARENA))
         taken, _arena[0] = _arena[0][:num_bytes], _arena[0][size:]
     return taken
+
+
+def pool_memory(size: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Allocate zeros for keys and values: on a CPU in huge pages, if the system has them. A forward reads scattered
+    slots, and with small pages it waits for the address of each, too. # -> [*size]"""
+    if device.type == "cpu":
+        return _huge_pages(torch.Size(size).numel() * dtype.itemsize).view(dtype).view(size)
+    return torch.zeros(size, dtype=dtype, device=device)
 
 
 def _huge_pages(num_bytes: int) -> Tensor:

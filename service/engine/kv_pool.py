@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kernels.cpu.library import pool_memory
 from kernels.tree_attention import NULL_SLOT
 from service.errors import StartupError
 
@@ -40,7 +41,7 @@ class KVPool:
         self.shape = shape
         size = (shape.num_layers, 2, num_slots + 1 + scratch, shape.kv_heads, shape.head_dim)
         self.scratch = torch.arange(num_slots + 1, num_slots + 1 + scratch, device=device)  # [scratch] int64
-        self.storage = torch.zeros(size, dtype=shape.dtype, device=device)
+        self.storage = pool_memory(size, shape.dtype, device)
         self._users: dict[range, object] = {}
         self._layers = self.storage.unbind()
 

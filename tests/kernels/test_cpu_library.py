@@ -146,3 +146,9 @@ def test_weights_lie_side_by_side_in_zeros_and_large_ones_have_their_own() -> No
     for number, one in enumerate((first, second, large)):
         one.fill_(number + 1)
     assert [one.unique().tolist() for one in (first, second, large)] == [[1], [2], [3]]
+
+
+def test_pools_are_zeros_that_can_be_written() -> None:
+    pool = library.pool_memory((2, 3, 5), torch.bfloat16, torch.device("cpu"))
+    assert not pool.any()
+    assert pool.fill_(2).sum(dtype=torch.float32) == 60
