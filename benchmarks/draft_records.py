@@ -190,14 +190,14 @@ class Recorder(SteeredDrafter):
     @torch.inference_mode()
     def _compare(self, committed: Committed, tokens: list[list[int]], counts: list[int]) -> None:
         """Compare drafter and target at the committed nodes that both have a distribution for."""
-        assert committed.scores is not None, "the engine was not asked for the target's scores"
-        order = {position: index for index, position in enumerate(committed.scores.places.tolist())}
-        width = committed.tokens.shape[1]
+        logits_of, chosen_by = committed.logits, committed.chosen_by
+        assert logits_of is not None, "the engine was not asked for the target's scores"
+        assert chosen_by is not None, "as with logits"
         for index, row in enumerate(committed.rows.tolist()):
             for record, logits, ids in self._pending[row]:
                 depth = len(record.node)
                 if depth < counts[index] and record.node == tuple(tokens[index][:depth]):
-                    target = committed.scores.logits[order[index * width + depth]]
+                    target = logits_of[chosen_by[index, depth]]
                     record.distance = total_variation(target, logits, ids)
 
 

@@ -80,14 +80,6 @@ class Read:
 
 
 @dataclass(frozen=True, slots=True)
-class Scores:
-    """The target's logits for the tokens that a step committed, before temperature and filters, to learn from."""
-
-    places: Tensor  # [positions] int64, indices of the valid entries in the flattened [batch, depth + 1]
-    logits: Tensor  # [positions, vocab], from which each token was chosen; the receiver may overwrite them
-
-
-@dataclass(frozen=True, slots=True)
 class Committed:
     """The tokens that one step committed for each sequence of the batch, as `Drafter.commit` gets them."""
 
@@ -99,7 +91,6 @@ class Committed:
     features: Tensor | None  # [batch, depth + 1, taps * hidden]: target features of root and accepted nodes
     positions: Tensor  # [batch] int64, absolute position of the root
     slots: Tensor  # [batch, depth + 1] int64: target slots of root and accepted nodes; padding is arbitrary
-    scores: Scores | None = None  # set if `wants_scores`
     follow: bool = True  # False: run no network on it (see `Read`)
     host: HostMetadata | None = None  # rows and roots on the host
     logits: Tensor | None = None  # [logits, vocab], the target's, before temperature and filters; set if `wants_scores`

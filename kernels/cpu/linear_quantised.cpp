@@ -24,7 +24,7 @@ namespace {
 constexpr int TILE = LANES;  // outputs
 constexpr int COLUMNS = 32, GROUPS = COLUMNS / 4;  // of a block; a group of four is what one dot product takes
 constexpr int REGISTER = 4 * LANES;  // bytes
-constexpr int MOST_ROWS = LANES == 16 ? 8 : 6;
+constexpr int MOST_ROWS = LANES == 16 ? 12 : 6;
 constexpr int64_t FEW = 1 << 11;  // elements below which helpers cost more than they save
 
 struct Part {  // consecutive outputs of a matrix that have one format
@@ -228,7 +228,7 @@ void tile(const Activations* x, const uint8_t* w, int32_t zero, Vec* results, in
     constexpr int SCALES = COLUMNS / SIZE;  // of a block
     constexpr int64_t BYTES = TILE * (COLUMNS * BITS / 8 + 2 * SCALES * (1 + MINIMA));
     Vec sums[ROWS];
-#pragma GCC unroll 8  // all loops over rows, or sums are kept in memory
+#pragma GCC unroll 12  // all loops over rows, or sums are kept in memory
     for (int r = 0; r < ROWS; r++) sums[r] = results[r];
     for (int64_t block = 0; block < blocks; block++, x++, w += BYTES) {
         for (int64_t i = 0; i < BYTES; i += 64) prefetch_weights(w + i);
@@ -237,14 +237,14 @@ void tile(const Activations* x, const uint8_t* w, int32_t zero, Vec* results, in
 #pragma GCC unroll 2
         for (int step = 0; step < SCALES; step++) {
             Sums<BITS> whole[ROWS];
-#pragma GCC unroll 8
+#pragma GCC unroll 12
             for (int group = step * SIZE / 4; group < (step + 1) * SIZE / 4; group++) {
                 Codes codes = codes_of<BITS>(w, group);
-#pragma GCC unroll 8
+#pragma GCC unroll 12
                 for (int r = 0; r < ROWS; r++) whole[r].add(codes, x[r * blocks].values + 4 * group);
             }
             const Vec scale = floats(scales + step * TILE);
-#pragma GCC unroll 8
+#pragma GCC unroll 12
             for (int r = 0; r < ROWS; r++) {
                 const Activations& own = x[r * blocks];
                 IVec dots = whole[r].total();
@@ -254,7 +254,7 @@ void tile(const Activations* x, const uint8_t* w, int32_t zero, Vec* results, in
             }
         }
     }
-#pragma GCC unroll 8
+#pragma GCC unroll 12
     for (int r = 0; r < ROWS; r++) results[r] = sums[r];
 }
 

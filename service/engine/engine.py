@@ -243,11 +243,8 @@ class Engine:
             batch.completing, rows, trees, output.logits, output.sampler, budget.tree_sizes
         )
         committed = committed_of(
-            verified, trees, output, wants_scores=False, host=batch.host, follow=budget.followed or wants_scores
+            verified, trees, output, wants_scores=wants_scores, host=batch.host, follow=budget.followed
         )
-        if wants_scores:
-            logits, chosen_by = output.logits, verified.path_logits
-            committed = replace(committed, follow=budget.followed, logits=logits, chosen_by=chosen_by)
         clock.lap("other")
         if reads:
             for read in prompt_reads(batch.items, rows, output.features, follow=committed.follow):

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from drafters.protocol import Committed, HostMetadata, Read, Scores
+from drafters.protocol import Committed, HostMetadata, Read
 from drafters.tree import ROOT, DraftTree, VerifyResult
 from kernels import ops
 from kernels.graph_runner import Capture, GraphRunner, batches_up_to, send
@@ -105,7 +105,7 @@ def committed_of(
     trees: DraftTree,
     output: TargetOutput,
     *,
-    wants_scores: bool,
+    wants_scores: bool = False,
     host: HostMetadata | None = None,
     follow: bool = True,
 ) -> Committed:
@@ -124,9 +124,10 @@ def committed_of(
         tree=trees.first(verified.tokens.shape[0]),
         result=VerifyResult(verified.path, verified.num_accepted, verified.target_tokens),
         features=None if features is None else features[verified.path_rows],
-        scores=_scores(output.logits, verified.path_logits, verified.counts) if wants_scores else None,
         follow=follow,
         host=host,
+        logits=output.logits if wants_scores else None,
+        chosen_by=verified.path_logits if wants_scores else None,
     )
 
 
@@ -154,11 +155,3 @@ def prompt_reads(
                 features=features[part],
                 follow=follow,
             )
-
-
-def _scores(logits: Tensor, path_logits: Tensor, counts: Tensor) -> Scores:
-    """Copy the logits from which each committed token was chosen.
-    # logits [logits, vocab]; path_logits [batch, depth + 1]; counts [batch]"""
-    valid = torch.arange(path_logits.shape[1], device=path_logits.device) < counts[:, None]
-    places = valid.flatten().nonzero()[:, 0]  # planned transfer of their number, only in steps that are learnt from
-    return Scores(places, logits.index_select(0, path_logits.flatten()[places]))

@@ -169,9 +169,7 @@ def test_a_suspended_memory_counts_the_same_tokens_later() -> None:
             host = HostMetadata((0, 1), tuple(len(text) - 1 for text in texts))
             result = VerifyResult(new[:, 1:], torch.zeros_like(rows), new)
             drafter.commit(
-                Committed(
-                    rows, new, torch.ones_like(rows), DraftTree.empty(2), result, None, rows, new, None, follow, host
-                )
+                Committed(rows, new, torch.ones_like(rows), DraftTree.empty(2), result, None, rows, new, follow, host)
             )
             for text, one in zip(texts, spoken, strict=True):
                 text.append(one[step])

@@ -157,11 +157,9 @@ def test_accepted_nodes_join_the_table_and_become_permanent() -> None:
     assert committed.features is not None
     rows = [step.rows.slots.tolist().index(slot) for slot in path_slots]
     assert committed.features[0, :4, 0].tolist() == [0, *rows]
-    assert committed.scores is not None
-    assert committed.tokens.flatten()[committed.scores.places].tolist() == [12, 14, 15, 99]
-    expected = step.logits[[0, 2, 4, 5]]
-    step.logits.fill_(0.0)  # as the next captured forward would
-    assert torch.equal(committed.scores.logits, expected)
+    assert committed.logits is step.logits
+    assert committed.chosen_by is not None
+    assert committed.chosen_by[0, :4].tolist() == [0, 2, 4, 5]
 
 
 # What a sequence keeps of a step's tokens, why it ends there, and what its last output says.
