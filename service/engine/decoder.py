@@ -53,7 +53,7 @@ class FusedDecoder:
         self._layers, self._ops = layers, layers[0].ops
         self._norm = inner.get_submodule("norm").get_parameter("weight")
         self._head = self._ops.plan_linear(head.weight, head.bias)
-        self._taps = tuple(taps)
+        self._taps, self._tapped = tuple(taps), [*dict.fromkeys(taps)]  # in a small model some coincide
         self._planned: tuple[Tensor | None, RunLayers | None] = None, None  # storage of a pool, its layers
 
     def __call__(
@@ -69,8 +69,11 @@ class FusedDecoder:
         """Run a forward; see `Layers`."""
         hidden, places, tapped = self.embedded(tokens), self.places(positions, slots, attention), None
         if features and self._taps:
-            tapped = hidden.new_empty(hidden.shape[0], len(self._taps) * hidden.shape[1])
+            tapped = hidden.new_empty(hidden.shape[0], len(self._tapped) * hidden.shape[1])
         delta = self._run_of(pool)(hidden, None, places, tapped)
+        if tapped is not None and len(self._tapped) < len(self._taps):
+            columns = dict(zip(self._tapped, tapped.chunk(len(self._tapped), -1), strict=True))
+            tapped = torch.cat([columns[tap] for tap in self._taps], -1)
         return self.logits(hidden, delta, logit_rows), tapped
 
     def _run_of(self, pool: KVPool) -> RunLayers:
@@ -78,7 +81,7 @@ class FusedDecoder:
         storage, run = self._planned
         if run is None or storage is not pool.storage:
             pools = [pool.layer(index) for index in range(len(self._layers))]
-            run = self._ops.plan_layers(self._layers, pools, self._taps)
+            run = self._ops.plan_layers(self._layers, pools, self._tapped)
             self._planned = pool.storage, run
         return run
 
