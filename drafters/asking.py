@@ -19,7 +19,9 @@ from drafters.tree import Candidates
 
 _EXPECTED_EDGES = (0.1, 0.3, 1.0, 2.5)  # expected tokens per sequence
 _UNKNOWN_TIME = 8.0  # e-folds: a step may take microseconds or minutes
-_TOKENS_NOISE = 0.5  # standard deviation of steps saved per sequence: most extra tokens are known anyway or wrong
+_TOKENS_NOISE = 0.5  # presumed standard deviation of steps saved per sequence: most extra tokens are known or wrong
+_MOST_TIMES = 1.5  # cap on the seconds of a baseline's step, as a multiple of the step before: a hiccup hardly counts
+_PACE_MEMORY = 128.0  # steps that the seconds per token are averaged over, as posteriors do
 
 
 @dataclass(slots=True)
@@ -31,6 +33,7 @@ class Step:
     situation: int | None = None  # range of expected tokens at the first `ask`; None: not called
     asked: list[tuple[GainPosterior, float]] = field(default_factory=list)  # forwards that run; expected tokens
     seconds: float | None = None
+    without: float = 0.0  # `seconds`, capped at a multiple of the step before
     outcome: Sequence[float] | None = None  # accepted tokens that nothing else proposed, and emitted tokens
 
     @property
@@ -48,6 +51,7 @@ class AskGate:
 
     def __init__(self, name: str, ledger: RegretLedger) -> None:
         self._decision = StepDecision(name, ledger, noise=_TOKENS_NOISE, baseline=(0.0, _UNKNOWN_TIME))
+        self._paces: dict[str, tuple[float, float]] = {}  # seconds and emitted tokens of recent steps, by account
         self._step = Step()
         self._last_seconds = 0.0  # seconds of the last step; 0 before the first
         self.on_weights_changed: Callable[[], None] = self._decision.widen
@@ -93,6 +97,7 @@ class AskGate:
             if followed:
                 self._decision.settle(step.account, -times.follow_seconds, self._last_seconds)
         elif step.situation is not None:
+            step.without = min(times.seconds, _MOST_TIMES * (self._last_seconds or times.seconds))
             self._last_seconds = step.seconds = times.seconds
             self._conclude(step)
 
@@ -105,18 +110,30 @@ class AskGate:
         share the added time equally, and the saved time in proportion to their expected tokens."""
         baseline = self._decision.baseline(step.batch, step.key)
         if step.seconds is not None and not step.asked:
-            baseline.observe(log(step.seconds))
+            baseline.observe(log(step.without))
         if step.seconds is None or step.outcome is None or not baseline.is_observed:
+            return
+        if not self._paces:  # the first forward is not typical: it allocates what later ones reuse
+            self._paces[step.account] = 0.0, 0.0
             return
         extra, emitted = step.outcome
         baseline.advance()
         without = exp(baseline.mean)
-        saved, longer = extra * step.seconds / max(1.0, emitted), step.seconds - without
+        saved, longer = extra * self._seconds_per_token(step, emitted), step.seconds - without
         self._decision.settle(step.account, saved - longer, self._last_seconds)
         expected, equal = sum(tokens for _, tokens in step.asked), 1.0 / len(step.asked)
         for gain, tokens in step.asked:
             share = tokens / expected if expected else equal
             gain.observe((saved * share - longer * equal) / without)
+
+    def _seconds_per_token(self, step: Step, emitted: float) -> float:
+        """Return the mean seconds per token of recent steps with further forwards, this one included. With this value
+        of a token the mean gain is positive exactly if such steps emit more tokens a second than those without."""
+        assert step.seconds is not None
+        seconds, tokens = self._paces.get(step.account, (0.0, 0.0))
+        kept = 1.0 - 1.0 / _PACE_MEMORY
+        self._paces[step.account] = pace = seconds * kept + step.seconds, tokens * kept + max(1.0, emitted)
+        return pace[0] / pace[1]
 
     def _may_gain(self, account: str) -> bool:
         """Whether a forward may gain in any range of expected tokens; True if none was observed yet."""
