@@ -166,10 +166,11 @@ def pool_memory(size: Sequence[int], dtype: torch.dtype, device: torch.device) -
 
 
 def _huge_pages(num_bytes: int) -> Tensor:
-    """Map zeros that begin at a huge page. # -> [num_bytes] uint8"""
+    """Map zeros that begin at a huge page, where there are any. # -> [num_bytes] uint8"""
+    if not hasattr(mmap, "MADV_HUGEPAGE"):  # another system than Linux
+        return torch.zeros(num_bytes, dtype=torch.uint8)
     area = mmap.mmap(-1, num_bytes + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        area.madvise(mmap.MADV_HUGEPAGE)
+    area.madvise(mmap.MADV_HUGEPAGE)
     whole = torch.frombuffer(area, dtype=torch.uint8)
     return whole[-whole.data_ptr() % _HUGE_PAGE :][:num_bytes]
 
