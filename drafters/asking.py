@@ -21,7 +21,7 @@ _EXPECTED_EDGES = (0.1, 0.3, 1.0, 2.5)  # expected tokens per sequence
 _UNKNOWN_TIME = 8.0  # e-folds: a step may take microseconds or minutes
 _TOKENS_NOISE = 0.5  # presumed standard deviation of steps saved per sequence: most extra tokens are known or wrong
 _MOST_TIMES = 1.5  # cap on the seconds of a baseline's step, as a multiple of the step before: a hiccup hardly counts
-_PACE_MEMORY = 128.0  # steps that the seconds per token are averaged over, as posteriors do
+_PACE_KEPT = 1.0 - 1.0 / 128.0  # per step, of the sums that the seconds per token follow from: as posteriors forget
 
 
 @dataclass(slots=True)
@@ -119,21 +119,21 @@ class AskGate:
         extra, emitted = step.outcome
         baseline.advance()
         without = exp(baseline.mean)
-        saved, longer = extra * self._seconds_per_token(step, emitted), step.seconds - without
+        per_token = self._seconds_per_token(step.account, step.seconds, emitted)
+        saved, longer = extra * per_token, step.seconds - without
         self._decision.settle(step.account, saved - longer, self._last_seconds)
         expected, equal = sum(tokens for _, tokens in step.asked), 1.0 / len(step.asked)
         for gain, tokens in step.asked:
             share = tokens / expected if expected else equal
             gain.observe((saved * share - longer * equal) / without)
 
-    def _seconds_per_token(self, step: Step, emitted: float) -> float:
+    def _seconds_per_token(self, account: str, step_seconds: float, emitted: float) -> float:
         """Return the mean seconds per token of recent steps with further forwards, this one included. With this value
         of a token the mean gain is positive exactly if such steps emit more tokens a second than those without."""
-        assert step.seconds is not None
-        seconds, tokens = self._paces.get(step.account, (0.0, 0.0))
-        kept = 1.0 - 1.0 / _PACE_MEMORY
-        self._paces[step.account] = pace = seconds * kept + step.seconds, tokens * kept + max(1.0, emitted)
-        return pace[0] / pace[1]
+        seconds, tokens = self._paces.get(account, (0.0, 0.0))
+        seconds, tokens = seconds * _PACE_KEPT + step_seconds, tokens * _PACE_KEPT + max(1.0, emitted)
+        self._paces[account] = seconds, tokens
+        return seconds / tokens
 
     def _may_gain(self, account: str) -> bool:
         """Whether a forward may gain in any range of expected tokens; True if none was observed yet."""
