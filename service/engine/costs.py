@@ -173,8 +173,7 @@ class OnlineCosts:
         seconds: FloatArray = np.exp(logs, out=logs)
         seconds *= on_table @ self._curve(context, sequences)
         # Fewer rows cannot take longer than more rows, so corrections of large forwards also lower smaller ones.
-        np.minimum.accumulate(seconds[::-1], out=seconds[::-1])
-        return seconds
+        return rising(seconds).copy()  # with strides that torch takes
 
     def _weights_of(self, rows: Sequence[float]) -> tuple[FloatArray, FloatArray]:
         """Weights by which the values at the table's points, and at those of a correction, are interpolated at these

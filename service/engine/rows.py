@@ -105,7 +105,7 @@ def committed_of(
     trees: DraftTree,
     output: TargetOutput,
     *,
-    wants_scores: bool = False,
+    wants_scores: bool,
     host: HostMetadata | None = None,
     follow: bool = True,
 ) -> Committed:
