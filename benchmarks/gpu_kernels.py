@@ -24,7 +24,7 @@ from service.assembly import device_of
 from service.bench.commands import Out
 from service.conditions import refuse_unwritable, surroundings, write_report
 from service.config import LoadedConfig
-from service.engine.kv_pool import KVShape, SlotPool, SlotTable
+from service.engine.kv_pool import LayerKV, SlotPool, SlotTable
 from service.engine.measuring import Point, trees_for
 from service.engine.rows import RowLayout
 
@@ -47,7 +47,7 @@ class _Layer:
 
 def attention_figures(device: torch.device, model: PreTrainedConfig, plan: Plan) -> Iterator[Figure]:
     """Yield times of our attention kernel and others over batches and contexts."""
-    shape = _kv_shape(model, device)
+    shape = _kv_of(model)
     swept = torch.empty(plan.copied_bytes, dtype=torch.uint8, device=device)
     for batch in (1, 8) if plan.for_real else (2,):
         for context in plan.contexts:
@@ -92,7 +92,7 @@ def _flex(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Callable[[
     return partial(compiled, query, key, value, block_mask=blocks, enable_gqa=True)
 
 
-def _layer(device: torch.device, shape: KVShape, batch: int, context: int) -> _Layer:
+def _layer(device: torch.device, shape: LayerKV, batch: int, context: int) -> _Layer:
     slots = SlotPool(batch * (context + 2 + _NODES) + 1, device)
     table = SlotTable(batch, context + 2 + _NODES, device)
     everything = slots.allocate(slots.num_free)
@@ -103,10 +103,10 @@ def _layer(device: torch.device, shape: KVShape, batch: int, context: int) -> _L
     extends = [ExtendRows(line, context, [0], completes=True) for line in range(batch)]
     rows = RowLayout(slots, table)(extends, trees_for(Point(batch, context, batch * (1 + _NODES)), device))
     generator = torch.Generator(device).manual_seed(0)
-    pool = torch.randn(2, slots.capacity + 1, shape.kv_heads, shape.head_dim, generator=generator, device=device)
+    pool = torch.randn(2, slots.capacity + 1, shape.kv_heads, shape.dim, generator=generator, device=device)
     heads = max(shape.kv_heads, _HEADS // shape.kv_heads * shape.kv_heads)
-    queries = torch.randn(rows.num_rows, heads, shape.head_dim, generator=generator, device=device)
-    return _Layer(rows, table, pool.to(shape.dtype), queries, batch, context)
+    queries = torch.randn(rows.num_rows, heads, shape.dim, generator=generator, device=device)
+    return _Layer(rows, table, pool.to(_dtype_on(device)), queries, batch, context)
 
 
 def _gathered(layer: _Layer) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -127,12 +127,12 @@ def _gathered(layer: _Layer) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 @torch.inference_mode()
 def linear_figures(device: torch.device, model: PreTrainedConfig, plan: Plan) -> Iterator[Figure]:
     """Yield times of our linear layers and the library's by rows: of a replay of several copies, over their number."""
-    shape = _kv_shape(model, device)
+    shape = _kv_of(model)
     plan_linear, capture = ops.on(device).plan_linear, capture_for(device)
     for name, (features, columns) in layers_of(model, shape).items():
-        weights = _copies(features, columns, shape.dtype, device, plan.copied_bytes)
+        weights = _copies(features, columns, _dtype_on(device), device, plan.copied_bytes)
         for rows in plan.rows:
-            x = torch.randn(rows, columns, dtype=shape.dtype, device=device)
+            x = torch.randn(rows, columns, dtype=_dtype_on(device), device=device)
             at: At = {"layer": name, "rows": rows, "features": features, "columns": columns}
             contestants: dict[str, Sequence[Product]] = {
                 "one order": [plan_linear(weight, None) for weight in weights],
@@ -144,10 +144,10 @@ def linear_figures(device: torch.device, model: PreTrainedConfig, plan: Plan) ->
                 yield Figure("linear", which, seconds * 1e6, "us", at)
 
 
-def layers_of(config: PreTrainedConfig, shape: KVShape) -> dict[str, tuple[int, int]]:
+def layers_of(config: PreTrainedConfig, shape: LayerKV) -> dict[str, tuple[int, int]]:
     """Return features and columns of a decoder's joined linear layers by name."""
     hidden, inner = config.hidden_size, config.intermediate_size
-    queries, keys = config.num_attention_heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    queries, keys = config.num_attention_heads * shape.dim, shape.kv_heads * shape.dim
     return {
         "q, k, v": (queries + 2 * keys, hidden),
         "o": (hidden, queries),
@@ -180,10 +180,13 @@ def run_linear(loaded: LoadedConfig, dry_run: _DryRun = False, out: Out = None) 
     return _report(loaded, out, dry_run, linear_figures)
 
 
-def _kv_shape(model: PreTrainedConfig, device: torch.device) -> KVShape:
+def _kv_of(model: PreTrainedConfig) -> LayerKV:
     head_dim = getattr(model, "head_dim", None) or model.hidden_size // model.num_attention_heads
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    return KVShape(model.num_hidden_layers, model.num_key_value_heads, head_dim, dtype)
+    return LayerKV(model.num_key_value_heads, head_dim)
+
+
+def _dtype_on(device: torch.device) -> torch.dtype:
+    return torch.bfloat16 if device.type == "cuda" else torch.float32
 
 
 def _report(

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kernels.layers import Product, Weight, join
 from kernels.ops import Ops
-from kernels.tree_attention import MAX_DEPTH, Attention
+from kernels.tree_attention import MAX_DEPTH, KVRows
 
 T = TypeVar("T")
 
@@ -58,12 +58,15 @@ FUSED_FAMILIES = {
 
 @dataclass(frozen=True, slots=True)
 class RowPlaces:
-    """Rotary embedding, slots and attention of a forward's rows, shared by all layers."""
+    """Rotary embedding of a forward's rows, and their keys and values by KV group, shared by all layers."""
 
     cos: Tensor  # [rows, dim], rotary embedding of the rows' positions
     sin: Tensor  # [rows, dim]
-    slots: Tensor  # [rows] int64, KV slots to write
-    attention: Attention
+    groups: tuple[KVRows, ...]  # one for all layers, or one for layers without a window and one for those with one
+
+    def of(self, window: int | None) -> KVRows:
+        """Return the group of layers with this window."""
+        return self.groups[0 if window is None else -1]
 
 
 class RotaryTable:
@@ -154,7 +157,7 @@ class DecoderLayer:
     def rest(self, query: Tensor, hidden: Tensor, places: RowPlaces, pool: Tensor) -> Tensor:
         """Run the second part of the layer, after `store`: adds the attention output to `hidden` in place, and returns
         the feed-forward output. # query [rows, query heads, dim] -> like hidden"""
-        attended = places.attention.attend(query, pool, scale=self.scale, window=self.window)
+        attended = places.of(self.window).attention.attend(query, pool, scale=self.scale, window=self.window)
         delta = self.add_norm(self.output(attended.flatten(1)), None, self.norms.attention_output)
         x = self.add_norm(hidden, delta, self.norms.mlp_input)
         return self.add_norm(self.down(self.ops.silu_mul(self.gate_up(x))), None, self.norms.mlp_output)
@@ -174,7 +177,7 @@ class DecoderLayer:
     def keep(self, x: Tensor, places: RowPlaces, pool: Tensor) -> Tensor:
         """Project normed hidden states, and store their keys and values in the pool.
         # x [rows, hidden] -> queries [rows, query heads, dim]"""
-        joined = self.query_key_value(x)
+        joined, slots = self.query_key_value(x), places.of(self.window).slots
         return self.ops.rotary_store(
-            joined, places.cos, places.sin, places.slots, pool, self.query_heads, self.head_norms, self.epsilon
+            joined, places.cos, places.sin, slots, pool, self.query_heads, self.head_norms, self.epsilon
         )

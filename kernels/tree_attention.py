@@ -11,7 +11,7 @@ Legend: rows = tokens of the forward, nodes = number of nodes of the widest tree
 
 import math
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -57,6 +57,13 @@ class Attention(Protocol):
         # query [rows, query heads, head_dim] in any layout; pool [2, slots, heads, head_dim], the layer's keys and
         values, including those of this forward's rows -> [rows, query heads, head_dim] in the query's type, summed in
         float32; finite even for a padding row that sees no key"""
+
+
+class KVRows(NamedTuple):
+    """The keys and values of a forward's rows in the layers of one KV group."""
+
+    slots: Tensor  # [rows] int64, places to write
+    attention: Attention
 
 
 @dataclass(frozen=True, slots=True)

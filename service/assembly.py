@@ -214,7 +214,7 @@ def _target(
     """Build the target with its KV cache; on a GPU, the memory of all other parts is reserved first."""
     beside = 0 if drafting is None else drafting.model.pool.shape.bytes_per_slot
     network, device = weights.network if weights else None, loaded.model.device
-    taps = taps_of(drafter_name, loaded.kv_shape.num_layers, network.config.tap_layers if network else ())
+    taps = taps_of(drafter_name, len(loaded.kv_shape.layers), network.config.tap_layers if network else ())
     target = memory_planner.target_without_room(loaded, limits, taps)
     pool_bytes = config.kv_cache_bytes(device.type, 0)
     if device.type == "cuda":

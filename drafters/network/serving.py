@@ -19,7 +19,7 @@ from drafters.network.pool import EntryPool, EntryState, Waiting
 from drafters.network.served import ServingNetwork
 from kernels.decoder_layer import RotaryTable, RowPlaces
 from kernels.lattice import Picked
-from kernels.tree_attention import AttentionRows
+from kernels.tree_attention import AttentionRows, KVRows
 
 
 class BlockNodes(NamedTuple):
@@ -170,7 +170,8 @@ class BlockForward:
             rows, self._state.table, query_heads=shape.query_heads, kv_heads=shape.kv_heads
         )
         cos, sin = self.rotary(positions.flatten())
-        return RowPlaces(cos, sin, slots.flatten().contiguous(), plan)  # a view if each sequence has one row
+        own = slots.flatten().contiguous()  # a view if each sequence has one row
+        return RowPlaces(cos, sin, (KVRows(own, plan),))
 
 
 class _StoreOnly:
@@ -207,7 +208,8 @@ class InjectedForward(BlockForward):
         """Write keys and values of waiting positions, and return their conditions. # -> [batch, count, hidden]"""
         context = self._network.condition(waiting.features.flatten(0, 1))
         cos, sin = self.rotary(waiting.positions.clamp(min=0).flatten())
-        places = RowPlaces(cos, sin, self._pool.places(waiting.slots).flatten().contiguous(), _StoreOnly())
+        slots = self._pool.places(waiting.slots).flatten().contiguous()
+        places = RowPlaces(cos, sin, (KVRows(slots, _StoreOnly()),))
         self._network.inject(context, places, self._pool.storage)
         return context.view(*waiting.tokens.shape, -1)
 

@@ -23,15 +23,19 @@ struct DecoderLayer {
     float epsilon;
 };
 
-template <class T>
-struct Places {
-    const T *cos, *sin;  // [rows, dim]
+struct KVRows {  // of one KV group: places to write, and what attention reads
     const int64_t* slots;
     Rows rows;
     const int32_t* groups;
     int64_t num_groups;
     const int64_t* tables;
     int64_t table_width;
+};
+
+template <class T>
+struct Places {
+    const T *cos, *sin;  // [rows, dim]
+    KVRows groups[2];    // of layers without a window and of those with one
     T* tapped;  // [rows, taps, width], hidden states after the tapped layers, or null
     int64_t taps;
 };

@@ -27,15 +27,16 @@ void decode(const DecoderLayer<T>* layers, int64_t count, const Places<T>* at, T
             int64_t rows, T* scratch) {
     for (const DecoderLayer<T>* layer = layers; layer < layers + count; layer++, delta = result) {
         const Layer<T>& heads = layer->attention;
+        const KVRows& own = at->groups[heads.window != 0];
         const int64_t width = layer->output.out, attended_width = layer->output.in;
         T *normed = scratch, *query = normed + rows * width, *attended = query + rows * attended_width;
         T *joined = attended + rows * attended_width, *gated = query;
         const float epsilon = layer->epsilon;
         const T* x = add_norm(hidden, delta, layer->attention_input, epsilon, normed, rows, width);
         layer->query_key_value(x, joined, rows);
-        rotary_store(joined, at->cos, at->sin, at->slots, layer->query_norm, layer->key_norm, layer->norms_whole, epsilon,
+        rotary_store(joined, at->cos, at->sin, own.slots, layer->query_norm, layer->key_norm, layer->norms_whole, epsilon,
                      query, heads.keys, heads.values, rows, heads.query_heads, heads.kv_heads, heads.dim);
-        attend(&heads, &at->rows, at->groups, at->num_groups, at->tables, at->table_width, query, attended);
+        attend(&heads, &own.rows, own.groups, own.num_groups, own.tables, own.table_width, query, attended);
         layer->output(attended, result, rows);
         add_norm<T>(result, nullptr, layer->attention_output, epsilon, result, rows, width);
         x = add_norm(hidden, result, layer->mlp_input, epsilon, normed, rows, width);

@@ -115,8 +115,9 @@ struct Block {
         auto path_slots = room<int64_t>(rows * size);
         auto groups = room<int32_t>(3 * rows);
         const int64_t num_groups = plan(of_rows, order.get(), seen.get(), path_start.get(), path_slots.get(), groups.get());
-        const Places<T> places{cos.get(), sin.get(), to.get(), {order.get(), seen.get(), path_start.get(), path_slots.get()},
-                               groups.get(), num_groups, entries.places, entries.positions * entries.entries, nullptr, 0};
+        const KVRows own{to.get(), {order.get(), seen.get(), path_start.get(), path_slots.get()},
+                         groups.get(), num_groups, entries.places, entries.positions * entries.entries};
+        const Places<T> places{cos.get(), sin.get(), {own, own}, nullptr, 0};
         auto delta = room<T>(rows * hidden), normed = room<T>(rows * hidden), pairs = room<T>(rows * 2 * hidden);
         auto work = room<T>(rows * net.work);
         for (int64_t layer = 0; layer < net.num_layers; layer++) {

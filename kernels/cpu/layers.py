@@ -13,7 +13,7 @@ from kernels.cpu.library import CStruct, call, function, halves, weight_memory
 from kernels.cpu.tree_attention import CompiledAttention, layer_of
 from kernels.layers import BlockFormat, Product, QuantisedBlocks, QuantisedWeight, RunLayers, Weight, spans_projection
 from kernels.layers import plan_layers as op_by_op
-from kernels.tree_attention import LOG2_E
+from kernels.tree_attention import LOG2_E, Attention
 
 if TYPE_CHECKING:  # an import at run time would be circular
     from kernels.decoder_layer import DecoderLayer, RowPlaces
@@ -190,15 +190,20 @@ class CompiledLayers:
         self, hidden: Tensor, delta: Tensor | None, places: "RowPlaces", tapped: Tensor | None = None
     ) -> Tensor:
         """Run all layers; see `RunLayers`. # [rows, hidden] -> [rows, hidden]"""
-        attention = places.attention
-        assert isinstance(attention, CompiledAttention), "attention was planned by other ops"
+        first, last = ((of.slots, *_attended(of.attention)) for of in (places.groups[0], places.groups[-1]))
         assert hidden.is_contiguous(), "it is changed in place"
         assert hidden.dtype == self._pools[0].dtype, f"{self._pools[0].dtype} keeps no {hidden.dtype}"
         result, rows = torch.empty_like(hidden), hidden.shape[0]
-        scratch, where = hidden.new_empty(rows * self.scratch), (places.cos, places.sin, places.slots)
-        at = CStruct(*where, *attention.rows.words, *attention.groups_and_table, tapped, self._taps)
+        scratch = hidden.new_empty(rows * self.scratch)
+        at = CStruct(places.cos, places.sin, *first, *last, tapped, self._taps)
         call("decode", self.joined, len(self._structures), at, hidden, delta, result, rows, scratch, dtype=hidden.dtype)
         return result
+
+
+def _attended(attention: Attention) -> tuple[Tensor | int | None, ...]:
+    """Return the fields of the C structure `KVRows` (decoder.h) that follow its slots."""
+    assert isinstance(attention, CompiledAttention), "attention was planned by other ops"
+    return *attention.rows.words, *attention.groups_and_table
 
 
 def plan_layers(layers: Sequence[Any], pools: Sequence[Tensor], taps: Sequence[int] = ()) -> RunLayers:

@@ -18,8 +18,8 @@ from kernels.decoder_layer import FUSED_FAMILIES, DecoderLayer, RotaryTable, Row
 from kernels.layers import QuantisedWeight, RunLayers, Weight, look_up
 from kernels.ops import REFERENCE, Ops
 from kernels.rows import ExtendRows
-from kernels.tree_attention import Attention
-from service.engine.kv_pool import KVPool
+from kernels.tree_attention import KVRows
+from service.engine.kv_pool import KVPool, Plan
 from service.engine.modules import AttentionForm, ModuleLayers, decoder_layers, replace_linears, weights_of
 from service.errors import StartupError
 
@@ -28,8 +28,9 @@ _TRIAL_ROWS = 9  # number of random tokens on which modules and ops are compared
 logger = logging.getLogger(__name__)
 
 LogitRows = Tensor | slice
-Layers = Callable[[Tensor, Tensor, Attention, Tensor, LogitRows, KVPool, bool], tuple[Tensor, Tensor | None]]
-"""Runs a forward: tokens [rows], positions [rows], attention, slots [rows], rows that get logits, pool, whether
+Groups = tuple[KVRows, ...]
+Layers = Callable[[Tensor, Tensor, Groups, LogitRows, KVPool, bool], tuple[Tensor, Tensor | None]]
+"""Runs a forward: tokens [rows], positions [rows], keys and values by KV group, rows that get logits, pool, whether
 features are wanted -> logits [logits, vocab], and the outputs of tapped layers [rows, taps * hidden] in their order, or
 None without taps or if they are not wanted."""
 
@@ -54,20 +55,19 @@ class FusedDecoder:
         self._norm = inner.get_submodule("norm").get_parameter("weight")
         self._head = self._ops.plan_linear(head.weight, head.bias)
         self._taps, self._tapped = tuple(taps), [*dict.fromkeys(taps)]  # in a small model some coincide
-        self._planned: tuple[Tensor | None, RunLayers | None] = None, None  # storage of a pool, its layers
+        self._planned: tuple[Sequence[Tensor] | None, RunLayers | None] = None, None  # storage of a pool, its layers
 
     def __call__(
         self,
         tokens: Tensor,
         positions: Tensor,
-        attention: Attention,
-        slots: Tensor,
+        groups: Groups,
         logit_rows: LogitRows,
         pool: KVPool,
         features: bool = True,
     ) -> tuple[Tensor, Tensor | None]:
         """Run a forward; see `Layers`."""
-        hidden, places, tapped = self.embedded(tokens), self.places(positions, slots, attention), None
+        hidden, places, tapped = self.embedded(tokens), self.places(positions, groups), None
         if features and self._taps:
             tapped = hidden.new_empty(hidden.shape[0], len(self._tapped) * hidden.shape[1])
         delta = self._run_of(pool)(hidden, None, places, tapped)
@@ -79,19 +79,18 @@ class FusedDecoder:
     def _run_of(self, pool: KVPool) -> RunLayers:
         """Return the layers planned for this pool; the plan is kept until the pool changes."""
         storage, run = self._planned
-        if run is None or storage is not pool.storage:
-            pools = [pool.layer(index) for index in range(len(self._layers))]
-            run = self._ops.plan_layers(self._layers, pools, self._tapped)
-            self._planned = pool.storage, run
+        if run is None or storage is not pool.layers:
+            run = self._ops.plan_layers(self._layers, pool.layers, self._tapped)
+            self._planned = pool.layers, run
         return run
 
     def embedded(self, tokens: Tensor) -> Tensor:
         """Look up the embeddings of tokens. # [rows] int64 -> [rows, hidden]"""
         return look_up(tokens, self._embedding)
 
-    def places(self, positions: Tensor, slots: Tensor, attention: Attention) -> RowPlaces:
-        """Collect rotary embedding, slots and attention of a forward's rows. # positions, slots [rows] int64"""
-        return RowPlaces(*self._rotary(positions), slots, attention)
+    def places(self, positions: Tensor, groups: Groups) -> RowPlaces:
+        """Collect rotary embedding, keys and values of a forward's rows. # positions [rows] int64"""
+        return RowPlaces(*self._rotary(positions), groups)
 
     def logits(self, hidden: Tensor, delta: Tensor | None, rows: LogitRows) -> Tensor:
         """Compute the logits of `rows`, of all if that is a slice; the last layer's output is `hidden` + `delta`.
@@ -132,24 +131,26 @@ class _Trial(NamedTuple):
 
     tokens: Tensor
     positions: Tensor
-    attention: Attention
-    slots: Tensor
+    groups: Groups
     logit_rows: slice
     pool: KVPool
 
     @staticmethod
     def of(model: PreTrainedModel, pool: KVPool, ops: Ops) -> "_Trial":
-        count, device = min(_TRIAL_ROWS, pool.num_slots - 1), pool.storage.device
+        count, device = min(_TRIAL_ROWS, pool.num_slots - 1), pool.device
         text = model.config.get_text_config()
         tokens = torch.randint(text.vocab_size, (count,), generator=torch.Generator().manual_seed(0))
         slots = torch.arange(1, count + 1, device=device)
         prompt = tokens.tolist()  # planned transfer: before serving
         extends, table = [ExtendRows(0, 0, prompt, completes=True)], slots.new_zeros(1, count)
         rows = ops.lay_out_rows(extends, [0], DraftTree.empty(1, device), slots, table, _no_nodes_to_place)
-        attention = ops.plan_attention(
-            rows.attention, slots[None], query_heads=text.num_attention_heads, kv_heads=pool.shape.kv_heads
-        )
-        return _Trial(rows.tokens, rows.attention.positions, attention, slots, slice(None), pool)
+        groups = pool.groups(rows.attention, slots, slots[None], planner_of(ops, text.num_attention_heads))
+        return _Trial(rows.tokens, rows.attention.positions, groups, slice(None), pool)
+
+
+def planner_of(table: Ops, query_heads: int) -> Plan:
+    """Return the function that plans attention by the ops in `table`."""
+    return lambda rows, slots, heads: table.plan_attention(rows, slots, query_heads=query_heads, kv_heads=heads)
 
 
 def _no_nodes_to_place(rows: tuple[Tensor, ...]) -> NoReturn:
@@ -194,7 +195,7 @@ def _difference(
     try:
         first = _layer_of(layers[0], forms[0], model, REFERENCE)
         decoder = FusedDecoder(model, [first], trial.positions.device)
-        places = decoder.places(trial.positions, trial.slots, trial.attention)
+        places = decoder.places(trial.positions, trial.groups)
         for index, (module, form, call) in enumerate(zip(layers, forms, calls, strict=True)):
             hidden = call.hidden.clone()
             delta = _layer_of(module, form, model, REFERENCE)(hidden, None, places, trial.pool.layer(index))

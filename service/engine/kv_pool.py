@@ -3,33 +3,58 @@
 Committing a token writes its slot id into the table; keys and values are never moved within the pool.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from kernels.cpu.library import pool_memory
-from kernels.tree_attention import NULL_SLOT
+from kernels.tree_attention import NULL_SLOT, Attention, AttentionRows, KVRows
 from service.errors import StartupError
 
 
 @dataclass(frozen=True, slots=True)
-class KVShape:
-    """Size and type of one token's keys and values."""
+class LayerKV:
+    """Keys and values of one token in one layer."""
 
-    num_layers: int
     kv_heads: int
-    head_dim: int
+    dim: int
+    window: int | None = None  # last positions that the layer sees; None: all
+    source: int | None = None  # earlier layer whose keys and values this one reads; None: it has its own
+
+
+@dataclass(frozen=True, slots=True)
+class KVShape:
+    """Size and type of one token's keys and values. There are two KV groups: layers without a window, and layers with
+    one."""
+
+    layers: tuple[LayerKV, ...]
     dtype: torch.dtype
 
     @property
     def bytes_per_slot(self) -> int:
         """Bytes of one token's keys and values in all layers."""
-        return 2 * self.num_layers * self.kv_heads * self.head_dim * self.dtype.itemsize
+        own = sum(layer.kv_heads * layer.dim for layer in self.layers if layer.source is None)
+        return 2 * own * self.dtype.itemsize
+
+    @property
+    def window(self) -> int | None:
+        """Largest window of a layer; None if no layer has one."""
+        return max((layer.window for layer in self.layers if layer.window is not None), default=None)
+
+    def least_heads(self, *, windowed: bool) -> int | None:
+        """Smallest number of key heads in the layers of one KV group; None if it has no layers."""
+        group = [layer.kv_heads for layer in self.layers if (layer.window is not None) == windowed]
+        return min(group, default=None)
+
+
+Plan = Callable[[AttentionRows, Tensor, int], Attention]
+"""Plans the attention of rows over a slot table [table rows, positions] for so many key heads."""
 
 
 class KVPool:
-    """Storage of all layers' keys and values. # [layers, 2, slots + 1 + scratch, kv_heads, head_dim]
+    """Storage of keys and values: a tensor for each layer that has its own. # [2, slots + 1 + scratch, kv_heads, dim]
 
     The place after the slots is written by padding rows and never read. It is followed by scratch places for the trees
     of a drafter that runs these layers.
@@ -38,12 +63,15 @@ class KVPool:
     def __init__(self, shape: KVShape, num_slots: int, device: torch.device, *, scratch: int = 0) -> None:
         """`scratch`: number of scratch places for a drafter's trees."""
         self.num_slots = num_slots
-        self.shape = shape
-        size = (shape.num_layers, 2, num_slots + 1 + scratch, shape.kv_heads, shape.head_dim)
-        self.scratch = torch.arange(num_slots + 1, num_slots + 1 + scratch, device=device)  # [scratch] int64
-        self.storage = pool_memory(size, shape.dtype, device)
+        self.shape, self.device = shape, device
+        places = num_slots + 1 + scratch
+        self.scratch = torch.arange(num_slots + 1, places, device=device)  # [scratch] int64
         self._users: dict[range, object] = {}
-        self._layers = self.storage.unbind()
+        self.layers: list[Tensor] = []  # by layer; [2, places, kv_heads, dim] each
+        for layer in shape.layers:
+            size = 2, places, layer.kv_heads, layer.dim
+            own = pool_memory(size, shape.dtype, device) if layer.source is None else self.layers[layer.source]
+            self.layers.append(own)
 
     def use(self, user: object, slots: range) -> bool:
         """Let `user` write to these slots from now on. Returns whether another user, or none, wrote to them before, so
@@ -55,16 +83,30 @@ class KVPool:
         } | {slots: user}
         return True
 
-    def refuse_other_shape(self, keys: Tensor, values: Tensor) -> None:
-        """Raise StartupError if keys or values do not have the configured shape.
-        # keys, values [1, kv_heads, rows, head_dim]"""
-        expected = (self.shape.kv_heads, self.shape.head_dim)
-        found = {(tensor.shape[1], tensor.shape[-1]) for tensor in (keys, values)}
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all layers' keys and values."""
+        return sum(
+            own.nbytes for own, layer in zip(self.layers, self.shape.layers, strict=True) if layer.source is None
+        )
+
+    def refuse_other_shape(self, index: int, keys: Tensor, values: Tensor, window: int | None) -> None:
+        """Raise StartupError if keys or values of layer `index`, or its window, are not as configured.
+        # keys, values [1, kv_heads, rows, dim]"""
+        layer = self.shape.layers[index]
+        expected = layer.kv_heads, layer.dim, layer.window or 0
+        found = {(tensor.shape[1], tensor.shape[-1], window or 0) for tensor in (keys, values)}
         if found != {expected}:
             raise StartupError(
-                f"this model's keys and values have the shape (heads, dimensions) {sorted(found)}, but its "
-                f"configuration says {expected}; adaptree cannot run it"
+                f"this model's keys and values have the shape (heads, dimensions, window or 0) {sorted(found)}, but "
+                f"its configuration says {expected}; adaptree cannot run it"
             )
+
+    def groups(self, rows: AttentionRows, slots: Tensor, table: Tensor, plan: Plan) -> tuple[KVRows, ...]:
+        """Plan a forward's rows for each KV group. # slots [rows], table [table rows, positions] int64"""
+        full, windowed = (self.shape.least_heads(windowed=which) for which in (False, True))
+        planned = {heads: plan(rows, table, heads) for heads in (full, windowed) if heads is not None}
+        return tuple(KVRows(slots, planned[heads]) for heads in (full, windowed) if heads is not None)
 
     @property
     def unread_slot(self) -> int:
@@ -72,14 +114,15 @@ class KVPool:
         return self.num_slots
 
     def layer(self, index: int) -> Tensor:
-        """One layer's keys and values. # [2, places, kv_heads, head_dim]"""
-        return self._layers[index]
+        """The keys and values that a layer reads. # [2, places, kv_heads, dim]"""
+        return self.layers[index]
 
     def write(self, index: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Store the keys and values of rows in layer `index`.
-        # slots [rows] int64; keys, values [rows, kv_heads, head_dim]"""
-        for kept, new in zip(self._layers[index], (keys, values), strict=True):
-            kept.index_copy_(0, slots, new.to(kept.dtype))
+        """Store the keys and values of rows in layer `index`, unless it reads those of another.
+        # slots [rows] int64; keys, values [rows, kv_heads, dim]"""
+        if self.shape.layers[index].source is None:
+            for kept, new in zip(self.layers[index], (keys, values), strict=True):
+                kept.index_copy_(0, slots, new.to(kept.dtype))
 
 
 class SlotPool:

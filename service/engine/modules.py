@@ -14,7 +14,7 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from kernels.layers import Product, QuantisedWeight, Weight
 from kernels.ops import Ops
-from kernels.tree_attention import Attention
+from kernels.tree_attention import KVRows
 from service.engine.kv_pool import KVPool
 from service.errors import StartupError
 
@@ -35,9 +35,8 @@ class AttentionForm:
 class AttentionStep:
     """Inputs of one forward's attention, passed through the model's modules as a keyword argument."""
 
-    plan: Attention
+    groups: tuple[KVRows, ...]
     pool: KVPool
-    slots: Tensor  # [rows] int64
     forms: list[AttentionForm] | None  # collects each layer's form in the first forward, which is checked; None later
 
 
@@ -54,14 +53,13 @@ class ModuleLayers:
         self,
         tokens: Tensor,
         positions: Tensor,
-        attention: Attention,
-        slots: Tensor,
+        groups: tuple[KVRows, ...],
         logit_rows: Tensor | slice,
         pool: KVPool,
         features: bool = True,
     ) -> tuple[Tensor, Tensor | None]:
         """Run a forward; see `service.engine.decoder.Layers`. Its hooks keep features even if they are not wanted."""
-        step = AttentionStep(attention, pool, slots, None if self.forms else self.forms)
+        step = AttentionStep(groups, pool, None if self.forms else self.forms)
         output = self._model(
             input_ids=tokens[None],
             position_ids=positions[None],
@@ -69,9 +67,9 @@ class ModuleLayers:
             logits_to_keep=logit_rows,
             tree_step=step,
         )
-        if step.forms is not None and [form.layer for form in step.forms] != list(range(pool.shape.num_layers)):
+        if step.forms is not None and [form.layer for form in step.forms] != list(range(len(pool.shape.layers))):
             raise StartupError("this model has layers that do not call attention exactly once; adaptree cannot run it")
-        tapped = self._taps.take(slots.shape[0]) if self._taps else None
+        tapped = self._taps.take(tokens.shape[0]) if self._taps else None
         return output.logits[0], tapped if features else None
 
 
@@ -122,11 +120,12 @@ def slot_attention(
     form = AttentionForm(layer, scale, window, softcap)  # type: ignore[arg-type]  # transformers types options as Any
     if tree_step.forms is not None:
         refuse_unknown(module, {**options, "attention_mask": attention_mask}, "which adaptree does not implement")
-        tree_step.pool.refuse_other_shape(key, value)
+        tree_step.pool.refuse_other_shape(layer, key, value, form.window)
         tree_step.forms.append(form)
-    tree_step.pool.write(layer, tree_step.slots, key.transpose(1, 2)[0], value.transpose(1, 2)[0])
+    group = tree_step.groups[0 if form.window is None else -1]
+    tree_step.pool.write(layer, group.slots, key.transpose(1, 2)[0], value.transpose(1, 2)[0])
     rows, kept = query.transpose(1, 2)[0], tree_step.pool.layer(layer)
-    return tree_step.plan.attend(rows, kept, scale=form.scale, window=form.window, softcap=form.softcap)[None], None
+    return group.attention.attend(rows, kept, scale=form.scale, window=form.window, softcap=form.softcap)[None], None
 
 
 _HARMLESS = frozenset(

@@ -17,7 +17,7 @@ from kernels import ops
 from kernels.graph_runner import Capture
 from kernels.rows import ForwardRows
 from kernels.tree_attention import AttentionRows
-from service.engine.decoder import FusedDecoder, LogitRows, layers_of
+from service.engine.decoder import FusedDecoder, LogitRows, layers_of, planner_of
 from service.engine.kv_pool import KVPool, SlotTable
 from service.engine.sampling import EAGER_SAMPLER, Sampler
 
@@ -50,7 +50,7 @@ class Target:
         self.query_heads: int = text.num_attention_heads
         self.vocab_size: int = text.vocab_size
         table = ops.on(self.device).in_8_bits() if in_8_bits else ops.on(self.device)
-        self._plan_attention = table.plan_attention
+        self._plan_attention = planner_of(table, self.query_heads)
         self._layers = layers_of(model, pool, table, tap_layers)
         self._forward: Forward = self.forward_once
         self.capture: Capture | None = None  # None if forwards run eagerly
@@ -107,10 +107,8 @@ class Target:
     ) -> TargetOutput:
         """Run the model on flattened rows, eagerly; this is the part of a forward that is captured.
         # tokens, slots [rows]; logit_rows [logits]; slot_table [sequences, positions]; all int64"""
-        plan = self._plan_attention(
-            attention, slot_table, query_heads=self.query_heads, kv_heads=self.pool.shape.kv_heads
-        )
-        logits, tapped = self._layers(tokens, attention.positions, plan, slots, logit_rows, self.pool, features)
+        groups = self.pool.groups(attention, slots, slot_table, self._plan_attention)
+        logits, tapped = self._layers(tokens, attention.positions, groups, logit_rows, self.pool, features)
         if self._no_tokens is not None:
             logits.index_fill_(1, self._no_tokens, -math.inf)
         return TargetOutput(logits, tapped)

@@ -41,7 +41,7 @@ from service.engine.gguf_config import config_of
 from service.engine.gguf_file import load_gguf
 from service.engine.gguf_reader import GGUFFile, open_gguf
 from service.engine.gguf_tokenizer import tokenizer_of
-from service.engine.kv_pool import KVShape
+from service.engine.kv_pool import KVShape, LayerKV
 from service.engine.modules import ATTENTION_NAME, num_bytes, weights_of
 from service.errors import StartupError
 
@@ -303,19 +303,30 @@ def kv_shape(model: PreTrainedModel) -> KVShape:
     """Size and dtype of one token's keys and values, which are kept in the activations' dtype. Raises StartupError for
     heads that are too large for the CPU kernels."""
     config = model.config.get_text_config()
-    heads: int = config.num_attention_heads
-    head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // heads
+    shape = KVShape(kv_layers(config), model.dtype)
+    head_dim = max(layer.dim for layer in shape.layers)
     if model.device.type == "cpu" and library.variant() is not None and head_dim > library.MOST_DIM:
         raise StartupError(
             f"model type {config.model_type!r} has heads of {head_dim} dimensions, the CPU kernels support at most "
             f"{library.MOST_DIM}; set device to cuda"
         )
-    return KVShape(
-        num_layers=config.num_hidden_layers,
-        kv_heads=getattr(config, "num_key_value_heads", None) or heads,
-        head_dim=head_dim,
-        dtype=model.dtype,
-    )
+    return shape
+
+
+def kv_layers(config: PreTrainedConfig) -> tuple[LayerKV, ...]:
+    """Keys and values of each layer of a decoder's configuration."""
+    count: int = config.num_hidden_layers
+    window: int | None = getattr(config, "sliding_window", None)
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * count  # without kinds all layers are alike
+    alone = count - (getattr(config, "num_kv_shared_layers", None) or 0)
+    layers = list[LayerKV]()
+    for index, (own, kind) in enumerate(zip(config.per_layer_config, kinds, strict=True)):
+        heads: int = own.num_attention_heads
+        source = None if index < alone else max(i for i in range(alone) if kinds[i] == kind)
+        dim = getattr(own, "head_dim", None) or own.hidden_size // heads
+        kv_heads = getattr(own, "num_key_value_heads", None) or heads
+        layers.append(LayerKV(kv_heads, dim, window if kind == "sliding_attention" else None, source))
+    return tuple(layers)
 
 
 def weights_fingerprint(model: PreTrainedModel, samples: int = 64) -> str:

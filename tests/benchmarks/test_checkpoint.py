@@ -96,7 +96,7 @@ def test_a_deepened_checkpoint_is_served_like_any_other(run: Command, family: st
         assemble(settings_for(model).model_copy(update={**drafting, "drafter_path": weights}))
         for model, weights in ((folder, drafter), (out, out / DRAFTER))
     ]
-    assert [one.loaded.kv_shape.num_layers for one in both] == [2, 6]
+    assert [len(one.loaded.kv_shape.layers) for one in both] == [2, 6]
     assert checkpoint.describe(out / DRAFTER).config.tap_layers == (0, 3)
     name = checkpoint.WEIGHTS_FILE
     assert (out / DRAFTER / name).read_bytes() == (drafter / name).read_bytes()
@@ -207,6 +207,6 @@ def test_the_embedded_model_answers_and_drafts_the_same_when_deepened(run: Comma
     assert run("checkpoint", "deepened", "--copies", 2, "--state-dir", tmp_path, "--out", out)[0] == 0
     config = ServiceConfig(budget_policy="fixed", max_budget=8, drafter="specblock", state_dir=tmp_path)
     both = [gpu_assembled(config, FULL, model) for model in (None, out)]
-    assert [one.loaded.kv_shape.num_layers for one in both] == [30, 60]
+    assert [len(one.loaded.kv_shape.layers) for one in both] == [30, 60]
     assert [one.loaded.in_blocks for one in both] == [library.variant() is not None] * 2
     assert_same(*(runs_of(one, 8) for one in both))

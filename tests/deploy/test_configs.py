@@ -21,7 +21,7 @@ from service.config_sources import load_config
 from service.engine import memory_planner
 from service.engine.engine import EngineLimits
 from service.engine.initial_drafter import drafter_config
-from service.engine.kv_pool import KVShape
+from service.engine.kv_pool import KVShape, LayerKV
 from service.engine.memory_planner import MemoryPlan, needs_of, slots_for
 from service.errors import StartupError
 from tests.architecture.rules import ROOT
@@ -71,11 +71,12 @@ def test_the_gpu_example_fits_where_it_says(
         model = Qwen3ForCausalLM(QWEN3_8B)
         shape = drafter_config(model)
         drafter = SpecBlock(shape)
-    pairs = KVShape(num_layers=36, kv_heads=8, head_dim=128, dtype=torch.bfloat16)
+    pairs = KVShape((LayerKV(kv_heads=8, dim=128),) * 36, dtype=torch.bfloat16)
+    heads = SimpleNamespace(kv_heads=8, head_dim=128)
     on_gpu = SimpleNamespace(device=torch.device("cuda"))
     learning = _learning(config, cast(Any, SimpleNamespace(initial_drafter=drafter, model=on_gpu)))
     network = (
-        cast(Any, SimpleNamespace(config=shape, traits=shape.traits, dtype=torch.bfloat16, shape=pairs))
+        cast(Any, SimpleNamespace(config=shape, traits=shape.traits, dtype=torch.bfloat16, shape=heads))
         if learning
         else None
     )

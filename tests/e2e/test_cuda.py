@@ -119,7 +119,7 @@ def test_a_step_waits_once(folder: Path, assembly: Assembly, drafter: str) -> No
 def test_the_pool_takes_a_share_of_what_is_left(folder: Path) -> None:
     free = torch.cuda.mem_get_info(DEVICE)[0]
     shared = assemble(settings(folder, kv_cache="5%"))
-    pool_bytes = shared.target.pool.storage.nbytes
+    pool_bytes = shared.target.pool.num_bytes
     assert 0.02 * free < pool_bytes <= 0.05 * free
 
 

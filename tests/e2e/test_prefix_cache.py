@@ -95,7 +95,8 @@ def prompt_bits(engine: Engine, one: GenerationRequest) -> torch.Tensor:
     (sequence,) = engine.scheduler.running
     while sequence.is_prefilling:
         engine.step()
-    bits = engine.target.pool.storage[:, :, engine.table.slots[sequence.table_row, : SHARED - 1]].clone()
+    shared = engine.table.slots[sequence.table_row, : SHARED - 1]
+    bits = torch.stack([layer[:, shared] for layer in engine.target.pool.layers])
     while not engine.idle:
         engine.step()
     return bits

@@ -13,7 +13,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEm
 from kernels.decoder_layer import FUSED_FAMILIES, DecoderLayer, Family, RowPlaces
 from kernels.layers import RunLayers
 from kernels.ops import REFERENCE, Ops
-from kernels.tree_attention import AttentionRows
+from kernels.tree_attention import AttentionRows, KVRows
 from kernels.triton.layers import rotary_store
 from tests.kernels.layer_parts import gate_bounds, norm_bounds, rotary_parts, within
 
@@ -229,7 +229,7 @@ class Layers:
             ancestors=none[..., None].bool(),
         )  # fmt: skip
         attention = ops.plan_attention(rows, slots[None].clone(), query_heads=HEADS, kv_heads=KV_HEADS)
-        places = RowPlaces(self.cos, self.sin, slots, attention)
+        places = RowPlaces(self.cos, self.sin, (KVRows(slots, attention),))
         layers = [_layer_of(module.state_dict(), ops, self.family) for module in self.modules]
         run = plan(layers, [hidden.new_zeros(2, ROWS + 5, KV_HEADS, DIM) for _ in layers], (1, 0))
         tapped = hidden.new_empty(ROWS, 2 * hidden.shape[1])

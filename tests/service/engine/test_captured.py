@@ -77,21 +77,24 @@ def test_every_step_has_the_bits_of_one_that_is_not_captured(family: str) -> Non
         assert captured.features is not None
         assert torch.equal(plain.features, captured.features)
         slots = slice(both.plain.pool.num_slots)
-        assert torch.equal(both.plain.pool.storage[:, :, slots], both.captured_target.pool.storage[:, :, slots])
+        for one, other in zip(both.plain.pool.layers, both.captured_target.pool.layers, strict=True):
+            assert torch.equal(one[:, slots], other[:, slots])
 
 
 def test_padding_rows_leave_the_null_slot_alone() -> None:
     both = Both("llama")
     both.step([1, 2], 3, seed=0)
-    assert not both.captured_target.pool.storage[:, :, NULL_SLOT].any()
-    assert both.captured_target.pool.storage[:, :, both.captured_target.pool.unread_slot].any()
+    pool = both.captured_target.pool
+    assert not any(layer[:, NULL_SLOT].any() for layer in pool.layers)
+    assert all(layer[:, pool.unread_slot].any() for layer in pool.layers)
 
 
 def test_a_broken_row_breaks_no_other() -> None:
     both = Both("llama")
     broken = both.table.slots[0, :CONTEXT]
     for target in (both.plain, both.captured_target):
-        target.pool.storage[:, :, broken] = float("nan")
+        for layer in target.pool.layers:
+            layer[:, broken] = float("nan")
     plain, captured = both.step([0, 1], 3, seed=1)
     assert captured.logits[0].isnan().all()
     of_line_1 = torch.tensor([1, 5, 6, 7])
@@ -139,6 +142,7 @@ def test_captured_choices_are_those_that_are_asked_for(lines: list[int]) -> None
 
 def test_a_broken_row_is_reported_by_a_captured_choice() -> None:
     both = Both("llama")
-    both.captured_target.pool.storage[:, :, both.table.slots[0, :CONTEXT]] = float("nan")
+    for layer in both.captured_target.pool.layers:
+        layer[:, both.table.slots[0, :CONTEXT]] = float("nan")
     _, captured = both.step([0, 1], 0, seed=1)
     assert captured.sampler.likeliest(captured.logits).bad_rows.tolist() == [True, False]

@@ -21,7 +21,7 @@ from drafters.network.recording import FeedbackRecorder
 from drafters.training.initialise import InputSums, sums_bytes
 from service.config import GIB
 from service.engine.engine import EngineLimits
-from service.engine.kv_pool import KVPool, KVShape, SlotPool
+from service.engine.kv_pool import KVPool, KVShape, LayerKV, SlotPool
 from service.engine.memory_planner import (
     LearningSizes,
     MemoryPlan,
@@ -38,7 +38,7 @@ from service.errors import StartupError
 from tests.drafters.network.parts import serving, tiny_drafter, tiny_embedding
 from tests.tiny_models import VOCAB_SIZE, loaded_tiny
 
-KV_SHAPE = KVShape(num_layers=3, kv_heads=2, head_dim=4, dtype=torch.float32)
+KV_SHAPE = KVShape((LayerKV(kv_heads=2, dim=4),) * 3, torch.float32)
 LIMITS = EngineLimits(max_model_len=400, max_sequences=4, prefill_chunk=64, max_budget=8)
 
 
@@ -140,7 +140,7 @@ def test_memory_becomes_slots(spare: int) -> None:
 
 
 def test_too_little_memory_names_what_would_do() -> None:
-    big = KVShape(num_layers=30, kv_heads=8, head_dim=128, dtype=torch.float32)
+    big = KVShape((LayerKV(kv_heads=8, dim=128),) * 30, torch.float32)
     with pytest.raises(StartupError, match="kv_cache to at least") as caught:
         slots_for(big, GIB, max_model_len=8192, reserve=64)
     enough = float(str(caught.value).split("at least ")[1].split("GiB")[0])
@@ -164,7 +164,7 @@ CPU = torch.device("cpu")
 
 
 def test_users_of_overlapping_slots_find_nothing_they_left() -> None:
-    pool, one, other, third = KVPool(KVShape(3, 2, 4, torch.float32), 10, CPU), object(), object(), object()
+    pool, one, other, third = KVPool(KV_SHAPE, 10, CPU), object(), object(), object()
     whole, low, high = range(1, 10), range(1, 5), range(5, 10)
     assert pool.use(one, whole)
     assert not pool.use(one, whole)

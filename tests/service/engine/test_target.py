@@ -130,7 +130,8 @@ def stock_layer_outputs(family: str, tokens: list[int]) -> list[Tensor]:
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 def test_slots_of_no_one_are_never_read(family: str) -> None:
     texts = Texts(tiny_target(loaded_tiny(family)))
-    texts.target.pool.storage[:, :, NULL_SLOT + 1 :] = torch.nan
+    for layer in texts.target.pool.layers:
+        layer[:, NULL_SLOT + 1 :] = torch.nan
     text = prompt(8, 100)
     texts.extend(0, text[:-1], 9)
     found = texts.run([ExtendRows(0, 99, text[-1:], completes=True)], tree_of([5, 6], [-1, -1]))

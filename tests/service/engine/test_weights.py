@@ -9,16 +9,18 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, T5Config, T5ForConditionalGeneration
 
+from service.engine.kv_pool import KVShape, LayerKV
 from service.engine.weights import (
     EMBEDDED_NAME,
     gguf_file,
+    kv_layers,
     kv_shape,
     load_model,
     resolve,
     weights_fingerprint,
 )
 from service.errors import StartupError
-from tests.tiny_models import EOS_ID, FAMILIES, load, loaded_tiny, tiny_model, tiny_tokenizer
+from tests.tiny_models import EOS_ID, FAMILIES, WINDOW, load, loaded_tiny, tiny_model, tiny_tokenizer
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -34,19 +36,44 @@ def test_a_folder_is_loaded_whole(family: str, tmp_path: Path) -> None:
 
 def test_keys_and_values_as_the_configuration_says() -> None:
     shapes = {family: loaded_tiny(family).kv_shape for family in ("llama", "mistral", "gemma", "gemma3")}
-    assert {name: (s.kv_heads, s.head_dim) for name, s in shapes.items()} == {
-        "llama": (2, 12),
-        "mistral": (1, 12),
-        "gemma": (2, 8),
-        "gemma3": (2, 16),
+    assert {name: shape.layers for name, shape in shapes.items()} == {
+        "llama": (LayerKV(2, 12),) * 3,
+        "mistral": (LayerKV(1, 12, WINDOW),) * 3,
+        "gemma": (LayerKV(2, 8),) * 3,
+        "gemma3": (LayerKV(2, 16, WINDOW), LayerKV(2, 16), LayerKV(2, 16, WINDOW)),
     }
-    assert all(shape.num_layers == 3 and shape.dtype == torch.float32 for shape in shapes.values())
+    assert all(shape.dtype == torch.float32 for shape in shapes.values())
+
+
+def test_layers_that_read_the_keys_of_others() -> None:
+    """Gemma 4: global layers have heads of their own, and the last layers read those of the last before them."""
+    sizes = {"head_dim": 8, "global_head_dim": 16, "num_key_value_heads": 4, "num_global_key_value_heads": 2}
+    kinds = ["sliding_attention", "sliding_attention", "full_attention"] * 2
+    others = {"attention_k_eq_v": True, "num_kv_shared_layers": 3, "sliding_window": 7, "layer_types": kinds}
+    layers = kv_layers(AutoConfig.for_model("gemma4_text", num_hidden_layers=6, **sizes, **others))
+    own = (LayerKV(4, 8, 7), LayerKV(4, 8, 7), LayerKV(2, 16))
+    assert layers == (*own, LayerKV(4, 8, 7, source=1), LayerKV(4, 8, 7, source=1), LayerKV(2, 16, source=2))
+    assert KVShape(layers, torch.float32).bytes_per_slot == 2 * 4 * (4 * 8 + 4 * 8 + 2 * 16)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "windows"),
+    [
+        ("qwen2", {"sliding_window": 8}, [None] * 3),
+        ("qwen2", {"sliding_window": 8, "use_sliding_window": True, "max_window_layers": 1}, [None, 8, 8]),
+        ("phi3", {"sliding_window": 8, "pad_token_id": None}, [8] * 3),
+        ("gpt_oss", {"sliding_window": 8}, [8, None, 8]),
+    ],
+)
+def test_windows_as_the_configuration_says(family: str, changes: dict[str, Any], windows: list[int | None]) -> None:
+    config = AutoConfig.for_model(family, num_hidden_layers=3, **changes)
+    assert [layer.window for layer in kv_layers(config)] == windows
 
 
 def test_without_grouped_queries_there_are_as_many_key_heads_as_query_heads() -> None:
     config = AutoConfig.for_model("gpt2", vocab_size=32, n_embd=32, n_layer=1, n_head=4)
     shape = kv_shape(AutoModelForCausalLM.from_config(config))
-    assert (shape.kv_heads, shape.head_dim) == (4, 8)
+    assert shape.layers == (LayerKV(4, 8),)
 
 
 @pytest.mark.parametrize(("dim", "fits"), [(256, True), (257, False)])
