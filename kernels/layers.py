@@ -26,7 +26,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, Protocol, Self
+from typing import Any, Literal, NamedTuple, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -238,6 +238,26 @@ def silu_mul(joined: Tensor) -> Tensor:
     # joined [..., 2 * width], gate first -> [..., width]"""
     gate, up = joined.chunk(2, dim=-1)
     return functional.silu(gate) * up
+
+
+@dataclass(frozen=True, slots=True)
+class Gate:
+    """How a feed-forward gates its up projection."""
+
+    activation: Literal["silu", "gelu_tanh", "clamped_swiglu"]
+    limit: float = 0.0  # largest gate, and size of up projections, of "clamped_swiglu"
+
+
+def gate_mul(joined: Tensor, gate: Gate) -> Tensor:
+    """y = round(activation(g)) * u on the concatenated gate g and up projection u, with silu(g) = g / (1 + exp(-g)) or
+    gelu(g) = g / 2 (1 + tanh(sqrt(2 / pi) (g + 0.044715 g^3))). "clamped_swiglu", with g and u clamped to the limit:
+    y = (u + 1) g / (1 + exp(-1.702 g)). # joined [..., 2 * width], gate first -> [..., width]"""
+    opened, up = joined.chunk(2, dim=-1)
+    if gate.activation == "clamped_swiglu":
+        opened, up = opened.clamp(max=gate.limit), up.clamp(-gate.limit, gate.limit) + 1
+        return up * (opened * torch.sigmoid(opened * 1.702))
+    activated = functional.silu(opened) if gate.activation == "silu" else functional.gelu(opened, approximate="tanh")
+    return activated * up
 
 
 def rotary_store(

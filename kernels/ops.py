@@ -15,6 +15,7 @@ from torch import Tensor
 
 from kernels.cpu import library
 from kernels.entries import add_entries, place_entries, record_tokens, take_entries
+from kernels.experts import choose_experts, plan_experts
 from kernels.joint_tree import add_text, grow_joint_tree, learn_committed
 from kernels.lattice import grow_lattice, plan_growth, rank_features, spread_classes
 from kernels.layers import (
@@ -22,6 +23,7 @@ from kernels.layers import (
     Product,
     Weight,
     add_rms_norm,
+    gate_mul,
     in_8_bits,
     keep_blocks,
     plan_layers,
@@ -48,6 +50,9 @@ class Ops:
     add_rms_norm = staticmethod(add_rms_norm)
     rotary_store = staticmethod(rotary_store)
     silu_mul = staticmethod(silu_mul)
+    gate_mul = staticmethod(gate_mul)
+    choose_experts = staticmethod(choose_experts)
+    plan_experts = staticmethod(plan_experts)
     plan_layers = staticmethod(plan_layers)
     lay_out_rows = staticmethod(lay_out_rows)
     plan_attention = staticmethod(plan_attention)
@@ -93,7 +98,7 @@ class Ops:
 _ROWS = 4096  # rows of a weight that are held as float32 at a time while it is quantised
 
 _MODULES = {
-    "cpu": ("entries", "growth", "layers", "steps", "tree_attention", "trees"),
+    "cpu": ("entries", "experts", "growth", "layers", "steps", "tree_attention", "trees"),
     "triton": ("joint_tree", "layers", "memory", "rank_features", "sample", "settle", "tree_attention", "trees"),
 }
 

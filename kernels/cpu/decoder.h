@@ -2,6 +2,13 @@
 #pragma once
 #include "ops.h"
 
+// Rows of x, side by side, that one weight multiplies.
+struct Group {
+    const void* packed;
+    const float* bias;
+    int64_t first, rows;
+};
+
 template <class T>
 struct Product {
     void (*call)(const T* x, const void* packed, const float* bias, T* y, int64_t rows, int64_t in, int64_t out);
@@ -10,6 +17,35 @@ struct Product {
     int64_t in, out;
 
     void operator()(const T* x, T* y, int64_t rows) const { call(x, packed, bias, y, rows, in, out); }
+};
+
+// One product for each expert.
+template <class T>
+struct Stack {
+    void (*call)(const T* x, const Group* groups, int64_t count, T* y, int64_t in, int64_t out);
+    const char* packed;
+    int64_t stride;  // bytes from one expert's weight to the next
+    const float* bias;
+    int64_t bias_stride;  // elements
+    int64_t in, out;
+
+    Group group(int64_t expert, int64_t first, int64_t rows) const {
+        return {packed + expert * stride, bias ? bias + expert * bias_stride : nullptr, first, rows};
+    }
+    void operator()(const T* x, const Group* groups, int64_t count, T* y) const { call(x, groups, count, y, in, out); }
+};
+
+template <class T>
+struct Experts {
+    Stack<T> gate_up, down;
+    int64_t count;
+    Gate gate;
+};
+
+struct Router {  // as in kernels/experts.py
+    int64_t experts, chosen, scores, normalised, groups, chosen_groups;
+    const float *correction, *expert_scale;
+    float scale;
 };
 
 template <class T>
@@ -45,3 +81,13 @@ struct Places {
 template <class T>
 void decode(const DecoderLayer<T>* layers, int64_t count, const Places<T>* at, T* hidden, const T* delta, T* result,
             int64_t rows, T* scratch);
+
+// Experts of each row, ascending, and their weights: [rows, chosen] both. logits [rows, experts]
+template <class T>
+void choose_experts(const Router* router, const T* logits, int64_t* indices, float* weights, int64_t rows);
+
+// y [rows, out] = the weighted sum of what a row's chosen experts make of it. `scratch` holds, for each row and chosen
+// expert, max(in, out) and three times the experts' width.
+template <class T>
+void experts(const Experts<T>* of, const T* x, const int64_t* indices, const float* weights, T* y, int64_t rows,
+             int64_t chosen, T* scratch);

@@ -42,7 +42,7 @@ void decode(const DecoderLayer<T>* layers, int64_t count, const Places<T>* at, T
         x = add_norm(hidden, result, layer->mlp_input, epsilon, normed, rows, width);
         joined = gated + rows * layer->down.in;
         layer->gate_up(x, joined, rows);
-        silu_mul(joined, gated, rows, layer->down.in);
+        gate_mul(joined, gated, rows, layer->down.in, 0, 0.0f);
         layer->down(gated, result, rows);
         add_norm<T>(result, nullptr, layer->mlp_output, epsilon, result, rows, width);
         if (at->tapped && layer->tap >= 0) tap(hidden, result, at->tapped + layer->tap * width, rows, width, at->taps * width);

@@ -35,6 +35,14 @@ void apply_norm(const T* x, const T* weight, float scale, int64_t width, T* y) {
         store_end(y + i, load_end(weight + i, width - i) * rounded<T>(load_end(x + i, width - i) * scale), width - i);
 }
 
+enum { SILU, GELU_TANH, CLAMPED_SWIGLU };
+
+// x / (1 + exp(-at))
+Vec of_sigmoid(Vec x, Vec at) {
+    Vec e = exp2_of((Vec)((IVec)at | INT32_MIN) * 1.44269504f);  // exp(-|at|)
+    return x * (at < 0.0f ? e : splat(1.0f)) / (1.0f + e);
+}
+
 }  // namespace
 
 // hidden += delta; y = the norm of hidden if there is a weight. y may be hidden.
@@ -49,17 +57,22 @@ void add_rms_norm(T* hidden, const T* delta, const T* weight, float epsilon, T* 
     });
 }
 
-// y = round(gate / (1 + exp(-gate))) * up, joined [rows, gate then up]
+// y = round(activation(gate)) * up, see kernels/layers.py. joined [rows, gate then up]
 template <class T>
-void silu_mul(const T* joined, T* y, int64_t rows, int64_t width) {
+void gate_mul(const T* joined, T* y, int64_t rows, int64_t width, int64_t activation, float limit) {
     for_each(rows, rows * width <= FEW, [=](int64_t row) {
         const T *gates = joined + 2 * row * width, *ups = gates + width;
         T* mine = y + row * width;
         for (int64_t i = 0; i < width; i += LANES) {
-            Vec gate = load_end(gates + i, width - i);
-            Vec e = exp2_of((Vec)((IVec)gate | INT32_MIN) * 1.44269504f);  // exp(-|gate|)
-            Vec silu = gate * (gate < 0.0f ? e : splat(1.0f)) / (1.0f + e);
-            store_end(mine + i, rounded<T>(silu) * load_end(ups + i, width - i), width - i);
+            Vec gate = load_end(gates + i, width - i), up = load_end(ups + i, width - i);
+            if (activation == SILU) gate = of_sigmoid(gate, gate);
+            if (activation == GELU_TANH) gate = of_sigmoid(gate, 1.59576912f * (gate + 0.044715f * gate * gate * gate));
+            if (activation == CLAMPED_SWIGLU) {  // a NaN is no larger than a limit, and stays
+                gate = gate > limit ? splat(limit) : gate;
+                up = rounded<T>((up > limit ? splat(limit) : up < -limit ? splat(-limit) : up) + 1.0f);
+                gate *= rounded<T>(of_sigmoid(splat(1.0f), rounded<T>(gate * 1.702f)));
+            }
+            store_end(mine + i, rounded<T>(gate) * up, width - i);
         }
     });
 }
@@ -105,13 +118,13 @@ void rotary_store(const T* joined, const T* cos, const T* sin, const int64_t* sl
 
 template void add_rms_norm(bf16*, const bf16*, const bf16*, float, bf16*, int64_t, int64_t);
 template void add_rms_norm(float*, const float*, const float*, float, float*, int64_t, int64_t);
-template void silu_mul(const bf16*, bf16*, int64_t, int64_t);
-template void silu_mul(const float*, float*, int64_t, int64_t);
+template void gate_mul(const bf16*, bf16*, int64_t, int64_t, int64_t, float);
+template void gate_mul(const float*, float*, int64_t, int64_t, int64_t, float);
 template void rotary_store(const bf16*, const bf16*, const bf16*, const int64_t*, const bf16*, const bf16*, int64_t, float, bf16*,
                            bf16*, bf16*, int64_t, int64_t, int64_t, int64_t);
 template void rotary_store(const float*, const float*, const float*, const int64_t*, const float*, const float*, int64_t, float,
                            float*, float*, float*, int64_t, int64_t, int64_t, int64_t);
 
 EXPORT_TYPES(add_rms_norm)
-EXPORT_TYPES(silu_mul)
+EXPORT_TYPES(gate_mul)
 EXPORT_TYPES(rotary_store)

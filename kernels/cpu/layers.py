@@ -11,7 +11,16 @@ from torch.nn import functional
 
 from kernels.cpu.library import CStruct, call, function, halves, weight_memory
 from kernels.cpu.tree_attention import CompiledAttention, layer_of
-from kernels.layers import BlockFormat, Product, QuantisedBlocks, QuantisedWeight, RunLayers, Weight, spans_projection
+from kernels.layers import (
+    BlockFormat,
+    Gate,
+    Product,
+    QuantisedBlocks,
+    QuantisedWeight,
+    RunLayers,
+    Weight,
+    spans_projection,
+)
 from kernels.layers import plan_layers as op_by_op
 from kernels.tree_attention import LOG2_E, Attention
 
@@ -19,7 +28,11 @@ if TYPE_CHECKING:  # an import at run time would be circular
     from kernels.decoder_layer import DecoderLayer, RowPlaces
 
 
-_OUTPUTS = 32  # outputs of the largest tile in any build; smaller tiles divide it
+OUTPUTS = 32
+"""Outputs of the largest tile in any build; smaller tiles divide it."""
+
+ACTIVATIONS = ("silu", "gelu_tanh", "clamped_swiglu")
+"""Activations of a gate, in the order of layers.cpp."""
 
 
 class PackedLinear:
@@ -40,7 +53,7 @@ class PackedLinear:
         # weights: packed weight, or a C structure as bytes; bias [out]"""
         self._call, self.missing = function(kernel, dtype), missing
         self.columns, self.out = sizes
-        padding = 0, -self.out % _OUTPUTS
+        padding = 0, -self.out % OUTPUTS
         padded = None if bias is None else functional.pad(bias.detach().float(), padding)
         self._kept = weights, padded, kept
         self._addresses = weights.data_ptr(), None if padded is None else padded.data_ptr()
@@ -66,12 +79,12 @@ def plan_linear(weight: Weight, bias: Tensor | None) -> Product:
     missing = weight.shape[1] % 2  # the kernel reads columns in pairs
     whole = functional.pad(weight.detach(), (0, missing)).contiguous()
     out, columns = whole.shape
-    packed = weight_memory(-(-out // _OUTPUTS) * _OUTPUTS * columns * whole.itemsize)
+    packed = weight_memory(-(-out // OUTPUTS) * OUTPUTS * columns * whole.itemsize)
     call("pack", whole, packed, columns, out, dtype=weight.dtype)
     return PackedLinear("linear", packed, (columns, out), bias, weight.dtype, missing)
 
 
-class _Part(NamedTuple):
+class Part(NamedTuple):
     """Consecutive outputs of a matrix that have one format."""
 
     outputs: int
@@ -82,17 +95,17 @@ class _Part(NamedTuple):
 class PackedWeight(QuantisedWeight):
     """A quantised weight in the kernels' layout: tiles of packed 4, 6 or 8-bit codes."""
 
-    def __init__(self, parts: Sequence[_Part], columns: int, dtype: torch.dtype) -> None:
-        self.dtype, self._parts = dtype, parts
+    def __init__(self, parts: Sequence[Part], columns: int, dtype: torch.dtype) -> None:
+        self.dtype, self.parts = dtype, parts
         self.shape = sum(part.outputs for part in parts), columns
 
     @classmethod
     def joined(cls, weights: Sequence[Self]) -> Self:
-        return cls([part for weight in weights for part in weight._parts], weights[0].shape[1], weights[0].dtype)
+        return cls([part for weight in weights for part in weight.parts], weights[0].shape[1], weights[0].dtype)
 
     @property
     def num_bytes(self) -> int:
-        return sum(part.tiles.nbytes for part in self._parts)
+        return sum(part.tiles.nbytes for part in self.parts)
 
     def lookup(self, outputs: Tensor) -> Tensor:  # [...] int64 -> [..., in]
         y = torch.empty(*outputs.shape, self.shape[1], dtype=self.dtype)
@@ -103,13 +116,13 @@ class PackedWeight(QuantisedWeight):
     @property
     def only_part(self) -> CStruct:
         """The C structure of the weight, if it was not joined."""
-        assert len(self._parts) == 1, "a joined matrix is not looked up"
-        return self._parts[0].structure
+        assert len(self.parts) == 1, "a joined matrix is not looked up"
+        return self.parts[0].structure
 
     def plan(self, bias: Tensor | None) -> PackedLinear:  # bias [out]
-        parts = as_tensor(b"".join(part.structure for part in self._parts))
-        matrix = as_tensor(CStruct(parts, len(self._parts)))
-        return PackedLinear("linear_quantised", matrix, self.shape[::-1], bias, self.dtype, kept=(parts, self._parts))
+        parts = as_tensor(b"".join(part.structure for part in self.parts))
+        matrix = as_tensor(CStruct(parts, len(self.parts)))
+        return PackedLinear("linear_quantised", matrix, self.shape[::-1], bias, self.dtype, kept=(parts, self.parts))
 
 
 def keep_blocks(
@@ -126,7 +139,7 @@ def keep_blocks(
         call("pack_quantised", structure, tiles, columns, first, rows, codes, scales, minima)
         first += rows
     assert first == out, f"{first} rows of {out}"
-    return PackedWeight([_Part(out, tiles, structure)], columns, dtype)
+    return PackedWeight([Part(out, tiles, structure)], columns, dtype)
 
 
 def as_tensor(structure: bytes) -> Tensor:
@@ -144,9 +157,14 @@ def add_rms_norm(hidden: Tensor, delta: Tensor | None, weight: Tensor, epsilon: 
 
 def silu_mul(joined: Tensor) -> Tensor:
     """Same as the reference op. # [..., 2 * width] -> [..., width]"""
+    return gate_mul(joined, Gate("silu"))
+
+
+def gate_mul(joined: Tensor, gate: Gate) -> Tensor:
+    """Same as the reference op. # [..., 2 * width] -> [..., width]"""
     joined, width = joined.contiguous(), joined.shape[-1] // 2
-    y = joined.new_empty(*joined.shape[:-1], width)
-    call("silu_mul", joined, y, y.numel() // width, width, dtype=joined.dtype)
+    y, how = joined.new_empty(*joined.shape[:-1], width), (ACTIVATIONS.index(gate.activation), gate.limit)
+    call("gate_mul", joined, y, y.numel() // width, width, *how, dtype=joined.dtype)
     return y
 
 

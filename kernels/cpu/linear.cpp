@@ -7,9 +7,9 @@
 #include <utility>
 #include <vector>
 
+#include "decoder.h"
 #include "export.h"
 #include "team.h"
-#include "vector.h"
 
 namespace {
 
@@ -94,15 +94,16 @@ constexpr std::array<Tile<X, W>, MOST_ROWS> tiles(std::integer_sequence<int, ROW
 }
 
 template <class X, class W>
-void product(const X* x, const W* packed, const float* bias, W* y, int64_t rows, int64_t in, int64_t out) {
+void product(const X* x, const Group* groups, int64_t count, W* y, int64_t in, int64_t out) {
     static constexpr auto TILES = tiles<X, W>(std::make_integer_sequence<int, MOST_ROWS>());
-    int64_t parts = (rows + MOST_ROWS - 1) / MOST_ROWS;
-    for_each((out + COLUMNS - 1) / COLUMNS, false, [=](int64_t tile) {
-        const int64_t first = tile * COLUMNS;
+    const int64_t of_each = (out + COLUMNS - 1) / COLUMNS;
+    for_each(count * of_each, false, [=](int64_t tile) {
+        const Group& group = groups[tile / of_each];
+        const int64_t first = tile % of_each * COLUMNS, parts = (group.rows + MOST_ROWS - 1) / MOST_ROWS;
         for (int64_t part = 0; part < parts; part++) {
-            int64_t begin = rows * part / parts, end = rows * (part + 1) / parts;
-            TILES[end - begin - 1](x + begin * in, packed + first * in, bias ? bias + first : nullptr, y + begin * out + first,
-                                   in, out, int(std::min<int64_t>(COLUMNS, out - first)));
+            const int64_t begin = group.rows * part / parts, end = group.rows * (part + 1) / parts, at = group.first + begin;
+            TILES[end - begin - 1](x + at * in, (const W*)group.packed + first * in, group.bias ? group.bias + first : nullptr,
+                                   y + at * out + first, in, out, int(std::min<int64_t>(COLUMNS, out - first)));
         }
     });
 }
@@ -116,12 +117,21 @@ void pack(const W* weight, W* packed, int64_t in, int64_t out) {
                     *packed++ = first + c < out ? weight[(first + c) * in + i + j] : W{};
 }
 
+// Groups of rows, each with a weight of its own; no row is left out.
+template <class T>
+void grouped_linear(const T* x, const Group* groups, int64_t count, T* y, int64_t in, int64_t out) {
+    const int64_t rows = count ? groups[count - 1].first + groups[count - 1].rows : 0;
+    product(factors(x, rows * in), groups, count, y, in, out);
+}
+
 template <class T>
 void linear(const T* x, const void* packed, const float* bias, T* y, int64_t rows, int64_t in, int64_t out) {
-    product(factors(x, rows * in), (const T*)packed, bias, y, rows, in, out);
+    const Group all{packed, bias, 0, rows};
+    grouped_linear(x, &all, 1, y, in, out);
 }
 
 }  // namespace
 
 EXPORT_TYPES(pack)
 EXPORT_TYPES(linear)
+EXPORT_TYPES(grouped_linear)

@@ -15,9 +15,9 @@
 #include <utility>
 #include <vector>
 
+#include "decoder.h"
 #include "export.h"
 #include "team.h"
-#include "vector.h"
 
 namespace {
 
@@ -272,32 +272,43 @@ Tile tile_of(const Part& part, int64_t rows) {
     return part.has_minima ? tile_of<6, 32, true>(rows, COUNTS) : tile_of<6, 32, false>(rows, COUNTS);
 }
 
+// Groups of rows, each with a matrix of its own, whose parts have the same outputs in all; no row is left out.
 template <class T>
-void linear_quantised(const T* x, const void* packed, const float* bias, T* y, int64_t rows, int64_t in, int64_t out) {
-    const Matrix* matrix = (const Matrix*)packed;
+void grouped_quantised(const T* x, const Group* groups, int64_t count, T* y, int64_t in, int64_t out) {
+    if (!count) return;
     static thread_local std::vector<Activations> quantised;
-    const int64_t blocks = (in + COLUMNS - 1) / COLUMNS, pieces = (rows + MOST_ROWS - 1) / MOST_ROWS;
+    const int64_t blocks = (in + COLUMNS - 1) / COLUMNS, rows = groups[count - 1].first + groups[count - 1].rows;
     quantised.resize(size_t(rows * blocks));
     Activations* values = quantised.data();
-    int64_t tiles = 0;
-    for (int64_t i = 0; i < matrix->count; i++) tiles += matrix->parts[i].num_tiles();
+    const Matrix* matrix = (const Matrix*)groups->packed;
+    int64_t of_each = 0;
+    for (int64_t i = 0; i < matrix->count; i++) of_each += matrix->parts[i].num_tiles();
     for_each(rows, rows * in <= FEW, [=](int64_t row) { quantise(x + row * in, values + row * blocks, in); });
-    for_each(tiles, false, [=](int64_t number) {
-        const Part* part = matrix->parts;
-        int64_t own = number, first = 0;
+    for_each(count * of_each, false, [=](int64_t number) {
+        const Group& group = groups[number / of_each];
+        const Part* part = ((const Matrix*)group.packed)->parts;
+        int64_t own = number % of_each, first = 0;
         for (; own >= part->num_tiles(); part++) own -= part->num_tiles(), first += part->outputs;
         const int columns = int(std::min<int64_t>(TILE, part->outputs - own * TILE));
         first += own * TILE;
-        const Vec start = bias ? load_end(bias + first, columns) : Vec{};
+        const Vec start = group.bias ? load_end(group.bias + first, columns) : Vec{};
+        const int64_t pieces = (group.rows + MOST_ROWS - 1) / MOST_ROWS;
         for (int64_t piece = 0; piece < pieces; piece++) {
-            const int64_t begin = rows * piece / pieces, count = rows * (piece + 1) / pieces - begin;
+            const int64_t begin = group.rows * piece / pieces, length = group.rows * (piece + 1) / pieces - begin;
+            const int64_t at = group.first + begin;
             Vec sums[MOST_ROWS];
-            for (int64_t r = 0; r < count; r++) sums[r] = start;
+            for (int64_t r = 0; r < length; r++) sums[r] = start;
             const uint8_t* w = part->tiles + own * blocks * part->block_bytes();
-            tile_of(*part, count)(values + begin * blocks, w, int32_t(part->zero), sums, blocks);
-            for (int64_t r = 0; r < count; r++) store_end(y + (begin + r) * out + first, sums[r], columns);
+            tile_of(*part, length)(values + at * blocks, w, int32_t(part->zero), sums, blocks);
+            for (int64_t r = 0; r < length; r++) store_end(y + (at + r) * out + first, sums[r], columns);
         }
     });
+}
+
+template <class T>
+void linear_quantised(const T* x, const void* packed, const float* bias, T* y, int64_t rows, int64_t in, int64_t out) {
+    const Group all{packed, bias, 0, rows};
+    grouped_quantised(x, &all, 1, y, in, out);
 }
 
 // Where bits of a code lie in its block: byte, and bit of it.
@@ -383,3 +394,4 @@ EXPORT(quantised_bytes)
 EXPORT(pack_quantised)
 EXPORT_TYPES(lookup_quantised)
 EXPORT_TYPES(linear_quantised)
+EXPORT_TYPES(grouped_quantised)

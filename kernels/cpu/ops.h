@@ -23,8 +23,13 @@ struct Rows {
 template <class T>
 void add_rms_norm(T* hidden, const T* delta, const T* weight, float epsilon, T* y, int64_t rows, int64_t width);
 
+struct Gate {  // of a feed-forward, as in kernels/layers.py
+    int64_t activation;  // number of its name there
+    float limit;
+};
+
 template <class T>
-void silu_mul(const T* joined, T* y, int64_t rows, int64_t width);
+void gate_mul(const T* joined, T* y, int64_t rows, int64_t width, int64_t activation, float limit);
 
 template <class T>
 void rotary_store(const T* joined, const T* cos, const T* sin, const int64_t* slots, const T* query_norm, const T* key_norm,
