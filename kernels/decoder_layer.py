@@ -1,67 +1,28 @@
-"""A decoder layer as a short sequence of ops over flat rows: four products, attention, SwiGLU, rotary embedding, and
-norms where its model family has them.
-
-To support another family with Llama's products, feed-forward and rotary embedding, add an entry to `FUSED_FAMILIES`; it
-serves targets and drafters.
+"""A decoder layer as a short sequence of ops over flat rows: products, attention, gate, rotary embedding, and norms
+where its model family has them. `kernels.families` describes the layers of a family.
 
 Legend: rows = tokens of one forward, hidden = the model's width, dim = head_dim.
 """
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Generic, Literal, NamedTuple, TypeVar
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from kernels.layers import Product, Weight, join
+from kernels.experts import Experts, QuantisedStack, Router, StackedWeight
+from kernels.families import AttentionSpec, FeedForwardSpec, LayerSpec, Norms
+from kernels.layers import Gate, Heads, Product, RotaryRows, Weight, dense, join
 from kernels.ops import Ops
 from kernels.tree_attention import MAX_DEPTH, KVRows
-
-T = TypeVar("T")
-
-
-class Norms(NamedTuple, Generic[T]):
-    """One value for each position of a decoder layer that can have a norm; None where it has no norm."""
-
-    attention_input: T
-    attention_output: T  # applied before the output is added to the hidden states; so is `mlp_output`
-    mlp_input: T
-    mlp_output: T
-
-
-PRE_NORM = Norms[str | None]("input_layernorm", None, "post_attention_layernorm", None)
-
-
-@dataclass(frozen=True, slots=True)
-class Family:
-    """Differences of a model family's decoder layer from Llama's."""
-
-    norms: Norms[str | None] = PRE_NORM  # module names in transformers
-    query_key_norms: Literal["head", "projection"] | None = (
-        None  # what a norm of queries or keys spans: each head, or the whole projection; None without such norms
-    )
-    query_key_value_bias: bool = False  # True: q, k and v have biases whatever `attention_bias` says
-
-
-FUSED_FAMILIES = {
-    "llama": Family(),
-    "mistral": Family(),
-    "qwen2": Family(query_key_value_bias=True),
-    "qwen3": Family(query_key_norms="head"),
-    "olmo2": Family(
-        Norms(None, "post_attention_layernorm", None, "post_feedforward_layernorm"), query_key_norms="projection"
-    ),
-}
-"""Model families whose layers can run as these ops, by their `model_type` in transformers."""
 
 
 @dataclass(frozen=True, slots=True)
 class RowPlaces:
-    """Rotary embedding of a forward's rows, and their keys and values by KV group, shared by all layers."""
+    """Rotary embeddings of a forward's rows, and their keys and values by KV group, shared by all layers."""
 
-    cos: Tensor  # [rows, dim], rotary embedding of the rows' positions
-    sin: Tensor  # [rows, dim]
+    rotary: Mapping[str, RotaryRows]  # by the names of `AttentionSpec.rope`
     groups: tuple[KVRows, ...]  # one for all layers, or one for layers without a window and one for those with one
 
     def of(self, window: int | None) -> KVRows:
@@ -72,15 +33,140 @@ class RowPlaces:
 class RotaryTable:
     """Lookup table of the rotary embedding of all positions."""
 
-    def __init__(self, embed: Callable[[Tensor], tuple[Tensor, Tensor]], max_positions: int, device: torch.device):
-        """`embed` computes cos and sin of positions: [positions] int64 -> two tensors [positions, dim]."""
+    def __init__(
+        self,
+        embed: Callable[[Tensor], tuple[Tensor, Tensor]],
+        max_positions: int,
+        device: torch.device,
+        query_scale: Callable[[Tensor], Tensor] | None = None,
+    ):
+        """`embed` computes cos and sin of positions: [positions] int64 -> two tensors [positions, rotated];
+        `query_scale` a factor on queries, [positions] -> [positions]."""
         # Tree nodes have positions beyond the longest sequence.
-        self.table = torch.stack(embed(torch.arange(max_positions + MAX_DEPTH, device=device)))  # [2, positions, dim]
+        positions = torch.arange(max_positions + MAX_DEPTH, device=device)
+        self.table = torch.stack(embed(positions))  # [2, positions, rotated]
+        self.query_scale = None if query_scale is None else query_scale(positions).to(self.table.dtype)
 
-    def __call__(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Look up cos and sin of positions. # positions [rows] int64 -> both [rows, dim]"""
+    def __call__(self, positions: Tensor) -> RotaryRows:
+        """Look up positions. # positions [rows] int64 -> of as many rows"""
         cos, sin = self.table.index_select(1, positions)
-        return cos, sin
+        return RotaryRows(cos, sin, None if self.query_scale is None else self.query_scale[positions])
+
+
+class FeedForward(Protocol):
+    """The feed-forward of a layer."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """# x [rows, hidden] -> like x"""
+
+
+@dataclass(frozen=True, slots=True)
+class DenseFeedForward:
+    """down(gate(gate_up(x)))."""
+
+    ops: Ops
+    gate_up: Product
+    down: Product
+    gate: Gate
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.down(self.ops.gate_mul(self.gate_up(x), self.gate))
+
+
+@dataclass(frozen=True, slots=True)
+class SparseFeedForward:
+    """The weighted sum of chosen experts' outputs, plus that of a shared expert if there is one."""
+
+    ops: Ops
+    router: Router
+    logits: Product  # scores of experts
+    correction: Tensor | None  # [experts], added to scores for the choice alone
+    experts: Experts
+    shared: DenseFeedForward | None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        given = x.float() if self.router.scores == "sigmoid" else x
+        chosen, weights = self.ops.choose_experts(self.logits(given).float(), self.router, self.correction)
+        y = self.experts(x, chosen, weights)
+        return y if self.shared is None else y.add_(self.shared(x))
+
+
+class _Weights:
+    """The weights of a layer by name, of which each must be taken once."""
+
+    def __init__(self, weights: Mapping[str, StackedWeight | Weight], ops: Ops) -> None:
+        self.left, self._ops = dict(weights), ops
+
+    def product(self, *places: str, fused: str = "") -> Product:
+        """Plan the product with the joined weights of these modules, or of the one that has all of them. Raises
+        ValueError if some are missing."""
+        places = (fused,) if f"{fused}.weight" in self.left else places
+        found = [self._matrix(f"{place}.weight") for place in places if f"{place}.weight" in self.left]
+        biases = [self.vector(f"{place}.bias") for place in places if f"{place}.bias" in self.left]
+        if len(found) < len(places) or len(biases) not in (0, len(places)):
+            raise ValueError(f"weights of {', '.join(places)} are missing, or some of their biases")
+        return self._ops.plan_linear(join(found), torch.cat(biases) if biases else None)
+
+    def _matrix(self, name: str) -> Weight:
+        value = self.left.pop(name)
+        assert not isinstance(value, QuantisedStack), "only experts are stacked"
+        return value
+
+    def vector(self, name: str) -> Tensor:
+        """Take a weight that is not quantised."""
+        value = self.left.pop(name)
+        assert isinstance(value, Tensor), "only matrices are quantised"
+        return value
+
+    def optional(self, name: str) -> Tensor | None:
+        """Take a weight if it is there."""
+        return self.vector(name) if name in self.left else None
+
+    def feed_forward(self, spec: FeedForwardSpec) -> FeedForward:
+        """Plan the feed-forward."""
+        if spec.router is None:
+            return self._dense("mlp", spec.gate)
+        router = f"mlp.{spec.router_name}"
+        weight, bias = self._matrix(f"{router}.weight"), self.optional(f"{router}.bias")
+        if spec.router.scores == "sigmoid":
+            weight = dense(weight).float()
+        return SparseFeedForward(
+            self._ops,
+            spec.router,
+            logits=self._ops.plan_linear(weight, bias),
+            correction=self.optional(f"{router}.e_score_correction_bias"),
+            experts=self._ops.plan_experts(
+                self._stack("mlp.experts.gate_up_proj", spec.transposed),
+                self._stack("mlp.experts.down_proj", spec.transposed),
+                self._biases("mlp.experts.gate_up_proj_bias", spec.transposed),
+                self._biases("mlp.experts.down_proj_bias", spec.transposed),
+                spec.gate,
+            ),
+            shared=None if spec.shared is None else self._dense(f"mlp.{spec.shared}", spec.gate),
+        )
+
+    def _dense(self, part: str, gate: Gate) -> DenseFeedForward:
+        gate_up = self.product(f"{part}.gate_proj", f"{part}.up_proj", fused=f"{part}.gate_up_proj")
+        return DenseFeedForward(self._ops, gate_up, self.product(f"{part}.down_proj"), gate)
+
+    def _stack(self, name: str, transposed: bool) -> StackedWeight:
+        """Take the weights of all experts. # -> [experts, out, in], gate rows before up rows"""
+        weight = self.left.pop(name)
+        assert isinstance(weight, Tensor | QuantisedStack), "the matrices of experts are stacked"
+        if not (transposed and isinstance(weight, Tensor)):
+            return weight
+        weight = weight.transpose(1, 2)
+        return _halves(weight) if name.endswith("gate_up_proj") else weight.contiguous()
+
+    def _biases(self, name: str, transposed: bool) -> Tensor | None:
+        """Take the biases of all experts. # -> [experts, out]"""
+        bias = self.optional(name)
+        return _halves(bias) if bias is not None and transposed and "gate_up" in name else bias
+
+
+def _halves(interleaved: Tensor) -> Tensor:
+    """Sort gate rows before up rows. # [experts, 2 * width, ...] -> like it"""
+    return torch.cat((interleaved[:, ::2], interleaved[:, 1::2]), dim=1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,64 +174,43 @@ class DecoderLayer:
     """One decoder layer: its planned weights, and the ops of their device that run it."""
 
     ops: Ops
-    query_heads: int
-    epsilon: float
-    scale: float
-    window: int | None
+    attention: AttentionSpec
+    heads: Heads
+    sinks: Tensor | None  # [query heads] float32
     norms: Norms[Tensor | None]  # [hidden] each
+    residual: float  # factor on what is added to the hidden states
     query_key_value: Product
-    head_norms: tuple[Tensor, Tensor] | None  # norm weights of queries and of keys, see `rotary_store`
     output: Product
-    gate_up: Product
-    down: Product
+    feed_forward: FeedForward
 
     @staticmethod
     def of(
-        weights: Mapping[str, Weight],
-        ops: Ops,
-        family: Family,
-        *,
-        query_heads: int,
-        epsilon: float,
-        scale: float,
-        window: int | None,
+        weights: Mapping[str, StackedWeight | Weight], ops: Ops, spec: LayerSpec, *, epsilon: float
     ) -> "DecoderLayer":
-        """Build a layer of a family from weights named as in transformers. Raises ValueError if weights are missing, or
-        if there are others that the family does not have."""
-        left = dict(weights)
-
-        def joined(part: str, *names: str) -> Product:
-            places = [f"{part}.{name}_proj" for name in names]
-            found = [left.pop(f"{place}.weight") for place in places if f"{place}.weight" in left]
-            biases = [vector(f"{place}.bias") for place in places if f"{place}.bias" in left]
-            if len(found) < len(names) or len(biases) not in (0, len(names)):
-                raise ValueError(f"{part}: weights of {', '.join(names)} are missing, or some of their biases")
-            return ops.plan_linear(join(found), torch.cat(biases) if biases else None)
-
-        def vector(name: str) -> Tensor:
-            value = left.pop(name)
-            assert isinstance(value, Tensor), "only matrices are quantised"
-            return value
-
-        query_norm, key_norm = "self_attn.q_norm.weight", "self_attn.k_norm.weight"
+        """Build a layer from weights named as in transformers. Raises ValueError if weights are missing, or if there
+        are others that the record does not say."""
+        found, attention = _Weights(weights, ops), spec.attention
         try:
+            head_norms = None
+            if attention.norms is not None:
+                head_norms = found.vector("self_attn.q_norm.weight"), found.vector("self_attn.k_norm.weight")
             layer = DecoderLayer(
                 ops,
-                query_heads,
-                epsilon,
-                scale,
-                window,
-                norms=Norms(*(None if name is None else vector(f"{name}.weight") for name in family.norms)),
-                query_key_value=joined("self_attn", *"qkv"),
-                head_norms=(vector(query_norm), vector(key_norm)) if query_norm in left else None,
-                output=joined("self_attn", "o"),
-                gate_up=joined("mlp", "gate", "up"),
-                down=joined("mlp", "down"),
+                attention,
+                Heads(attention.query_heads, head_norms, epsilon, spec.norm_offset),
+                found.vector("self_attn.sinks").float() if attention.sinks else None,
+                norms=Norms(*(None if name is None else found.vector(f"{name}.weight") for name in spec.norms)),
+                residual=spec.residual,
+                query_key_value=found.product(
+                    *(f"self_attn.{name}_proj" for name in "qkv"), fused="self_attn.qkv_proj"
+                ),
+                output=found.product("self_attn.o_proj"),
+                feed_forward=found.feed_forward(spec.feed_forward),
             )
         except KeyError as error:
             raise ValueError(f"weight {error.args[0]} is missing") from error
-        if left:
-            raise ValueError(f"layers of this family have no such weights: {', '.join(sorted(left))}")
+        if found.left:
+            raise ValueError(f"layers of this family have no such weights: {', '.join(sorted(found.left))}")
         return layer
 
     def __call__(self, hidden: Tensor, delta: Tensor | None, places: RowPlaces, pool: Tensor) -> Tensor:
@@ -157,10 +222,13 @@ class DecoderLayer:
     def rest(self, query: Tensor, hidden: Tensor, places: RowPlaces, pool: Tensor) -> Tensor:
         """Run the second part of the layer, after `store`: adds the attention output to `hidden` in place, and returns
         the feed-forward output. # query [rows, query heads, dim] -> like hidden"""
-        attended = places.of(self.window).attention.attend(query, pool, scale=self.scale, window=self.window)
-        delta = self.add_norm(self.output(attended.flatten(1)), None, self.norms.attention_output)
+        spec = self.attention
+        attended = places.of(spec.window).attention.attend(
+            query, pool, scale=spec.scale, window=spec.window, softcap=spec.softcap
+        )
+        delta = self._scaled(self.add_norm(self.output(attended.flatten(1)), None, self.norms.attention_output))
         x = self.add_norm(hidden, delta, self.norms.mlp_input)
-        return self.add_norm(self.down(self.ops.silu_mul(self.gate_up(x))), None, self.norms.mlp_output)
+        return self._scaled(self.add_norm(self.feed_forward(x), None, self.norms.mlp_output))
 
     def store(self, hidden: Tensor, delta: Tensor | None, places: RowPlaces, pool: Tensor) -> Tensor:
         """Run the first part of the layer: norm hidden + delta, project it, and store keys and values in the pool.
@@ -171,13 +239,15 @@ class DecoderLayer:
         """Add `delta` to `hidden` in place, and return the norm of the sum, or `hidden` itself if `norm` is None.
         # hidden, delta [rows, hidden], norm [hidden] -> like hidden"""
         if norm is not None:
-            return self.ops.add_rms_norm(hidden, delta, norm, self.epsilon)
+            return self.ops.add_rms_norm(hidden, delta, norm, self.heads.epsilon, self.heads.norm_offset)
         return hidden if delta is None else hidden.add_(delta)
 
     def keep(self, x: Tensor, places: RowPlaces, pool: Tensor) -> Tensor:
         """Project normed hidden states, and store their keys and values in the pool.
         # x [rows, hidden] -> queries [rows, query heads, dim]"""
-        joined, slots = self.query_key_value(x), places.of(self.window).slots
-        return self.ops.rotary_store(
-            joined, places.cos, places.sin, slots, pool, self.query_heads, self.head_norms, self.epsilon
-        )
+        spec, joined = self.attention, self.query_key_value(x)
+        rotary = None if spec.rope is None else places.rotary[spec.rope]
+        return self.ops.rotary_store(joined, rotary, places.of(spec.window).slots, pool, self.heads)
+
+    def _scaled(self, delta: Tensor) -> Tensor:
+        return delta if self.residual == 1 else delta.mul_(self.residual)

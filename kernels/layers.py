@@ -1,4 +1,4 @@
-"""The ops of a decoder layer except attention: products, norms, SwiGLU and rotary embedding.
+"""The ops of a decoder layer except attention: products, norms, gates and rotary embedding.
 
     y = x W^T + b
 
@@ -225,69 +225,89 @@ class RunLayers(Protocol):
         tapped layers. # hidden, delta [rows, hidden]; tapped [rows, taps * hidden] -> [rows, hidden]"""
 
 
-def add_rms_norm(hidden: Tensor, delta: Tensor | None, weight: Tensor, epsilon: float) -> Tensor:
-    """y = w * round(h / sqrt(mean(h^2) + epsilon)) with h = hidden + delta, which is stored in `hidden`.
+class Gate(NamedTuple):
+    """The nonlinearity of a feed-forward, which multiplies gate and up projections."""
+
+    activation: Literal["silu", "gelu_tanh", "clamped_swiglu"]
+    limit: float = 0.0  # bound of both projections; only of `clamped_swiglu`
+
+
+class RotaryRows(NamedTuple):
+    """Rotary embedding of a forward's rows. The first columns of a head are rotated, as many as there are here."""
+
+    cos: Tensor  # [rows, rotated], one angle for each half
+    sin: Tensor  # [rows, rotated]
+    query_scale: Tensor | None = None  # [rows], factor on rotated queries
+
+
+class Heads(NamedTuple):
+    """How a fused projection divides into heads, and how these are normed."""
+
+    query_heads: int
+    norms: tuple[Tensor, Tensor] | None = None  # weights for queries and for keys, see `rotary_store`
+    epsilon: float = 0.0
+    norm_offset: float | None = None  # see `add_rms_norm`
+
+
+def add_rms_norm(
+    hidden: Tensor, delta: Tensor | None, weight: Tensor, epsilon: float, offset: float | None = None
+) -> Tensor:
+    """y = w * round(h / sqrt(mean(h^2) + epsilon)) with h = hidden + delta, which is stored in `hidden`. With an
+    `offset`, y = (offset + w) * h / sqrt(mean(h^2) + epsilon) is rounded once (Gemma).
     # hidden, delta [rows, hidden], weight [hidden] -> like hidden"""
     if delta is not None:
         hidden += delta
-    return weight * torch.rms_norm(hidden, weight.shape, None, epsilon)
-
-
-def silu_mul(joined: Tensor) -> Tensor:
-    """y = round(silu(gate)) * up, silu(g) = g / (1 + exp(-g)): SwiGLU on the concatenated gate and up projections.
-    # joined [..., 2 * width], gate first -> [..., width]"""
-    gate, up = joined.chunk(2, dim=-1)
-    return functional.silu(gate) * up
-
-
-@dataclass(frozen=True, slots=True)
-class Gate:
-    """How a feed-forward gates its up projection."""
-
-    activation: Literal["silu", "gelu_tanh", "clamped_swiglu"]
-    limit: float = 0.0  # largest gate, and size of up projections, of "clamped_swiglu"
+    if offset is None:
+        return weight * torch.rms_norm(hidden, weight.shape, None, epsilon)
+    normed = torch.rms_norm(hidden.float(), weight.shape, None, epsilon)
+    weighted: Tensor = (offset + weight.float()) * normed
+    return weighted.to(hidden.dtype)
 
 
 def gate_mul(joined: Tensor, gate: Gate) -> Tensor:
-    """y = round(activation(g)) * u on the concatenated gate g and up projection u, with silu(g) = g / (1 + exp(-g)) or
-    gelu(g) = g / 2 (1 + tanh(sqrt(2 / pi) (g + 0.044715 g^3))). "clamped_swiglu", with g and u clamped to the limit:
-    y = (u + 1) g / (1 + exp(-1.702 g)). # joined [..., 2 * width], gate first -> [..., width]"""
-    opened, up = joined.chunk(2, dim=-1)
-    if gate.activation == "clamped_swiglu":
-        opened, up = opened.clamp(max=gate.limit), up.clamp(-gate.limit, gate.limit) + 1
-        return up * (opened * torch.sigmoid(opened * 1.702))
-    activated = functional.silu(opened) if gate.activation == "silu" else functional.gelu(opened, approximate="tanh")
-    return activated * up
+    """y = round(f(g)) * u on the concatenated gate and up projections g, u. f is silu(g) = g / (1 + exp(-g)), or GELU
+    by its tanh approximation. `clamped_swiglu` (gpt-oss): y = g / (1 + exp(-1.702 g)) * (u + 1), g <= limit and
+    |u| <= limit, rounded once. # joined [..., 2 * width], gate first -> [..., width]"""
+    first, up = joined.chunk(2, dim=-1)
+    if gate.activation == "silu":
+        return functional.silu(first) * up
+    if gate.activation == "gelu_tanh":
+        return functional.gelu(first, approximate="tanh") * up
+    first, up = first.float().clamp(max=gate.limit), up.float().clamp(-gate.limit, gate.limit)
+    return (first * torch.sigmoid(SWIGLU_ALPHA * first) * (up + 1)).to(joined.dtype)
 
 
-def rotary_store(
-    joined: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    slots: Tensor,
-    pool: Tensor,
-    query_heads: int,
-    head_norms: tuple[Tensor, Tensor] | None,
-    epsilon: float,
-) -> Tensor:
+SWIGLU_ALPHA = 1.702
+
+
+def rotary_store(joined: Tensor, rotary: RotaryRows | None, slots: Tensor, pool: Tensor, heads: Heads) -> Tensor:
     """y = round(x * cos) + round([-x_2; x_1] * sin), x = [x_1; x_2]: split the fused projection into queries, keys and
-    values, norm queries and keys if `head_norms` is given, rotate both, and store keys and values in the pool. A norm
-    weight of width dim norms each head; a wider one norms all heads of a row together.
-    # joined [rows, (query heads + 2 kv_heads) * dim]; cos, sin [rows, dim]; slots [rows] int64; pool [2, slots,
-    kv_heads, dim], in one type with joined; head_norms of queries and of keys, both [dim], or [query heads * dim] and
-    [kv_heads * dim] -> queries [rows, query heads, dim]"""
+    values, norm queries and keys if `heads` has norms, rotate both unless `rotary` is None, and store keys and values
+    in the pool. A norm weight of width dim norms each head; a wider one norms all heads of a row together.
+    # joined [rows, (query heads + 2 kv_heads) * dim]; slots [rows] int64; pool [2, slots, kv_heads, dim], in one type
+    with joined; norms of queries and of keys, both [dim], or [query heads * dim] and [kv_heads * dim]
+    -> queries [rows, query heads, dim]"""
     kv_heads, dim = pool.shape[2:]
-    query, key, value = joined.unflatten(1, (-1, dim)).split([query_heads, kv_heads, kv_heads], dim=1)
-    if head_norms is not None:
-        parts = zip((query, key), head_norms, strict=True)
-        query, key = (add_rms_norm(x.reshape(len(x), -1, len(w)), None, w, epsilon).view(x.shape) for x, w in parts)
-    pool[0].index_copy_(0, slots, rotated(key, cos, sin))
+    query, key, value = joined.unflatten(1, (-1, dim)).split([heads.query_heads, kv_heads, kv_heads], dim=1)
+    if heads.norms is not None:
+        query, key = (_normed(x, weight, heads) for x, weight in zip((query, key), heads.norms, strict=True))
+    pool[0].index_copy_(0, slots, key if rotary is None else rotated(key, rotary.cos, rotary.sin))
     pool[1].index_copy_(0, slots, value)
-    return rotated(query, cos, sin)
+    if rotary is None:
+        held: Tensor = query.contiguous()
+        return held
+    turned: Tensor = rotated(query, rotary.cos, rotary.sin)
+    return turned if rotary.query_scale is None else turned * rotary.query_scale[:, None, None]
+
+
+def _normed(x: Tensor, weight: Tensor, heads: Heads) -> Tensor:
+    """# x [rows, heads, dim] -> like x"""
+    spans = x.reshape(len(x), -1, len(weight))
+    return add_rms_norm(spans, None, weight, heads.epsilon, heads.norm_offset).view(x.shape)
 
 
 def spans_projection(head_norms: tuple[Tensor, Tensor] | None, dim: int) -> bool:
-    """Whether query and key norms span all heads of a row together. # head_norms as in `rotary_store`, [width] each"""
+    """Whether query and key norms span all heads of a row together. # head_norms as in `Heads`, [width] each"""
     return head_norms is not None and len(head_norms[0]) > dim
 
 
@@ -308,7 +328,9 @@ def plan_layers(layers: Sequence[Any], pools: Sequence[Tensor], taps: Sequence[i
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Apply the rotary embedding to x = [x_1; x_2], rotating the pairs of its halves.
-    # x [..., heads, dim], cos and sin [..., dim] -> like x"""
-    first, second = x.chunk(2, dim=-1)
-    return x * cos[..., None, :] + torch.cat((-second, first), dim=-1) * sin[..., None, :]
+    """Apply the rotary embedding to the first columns x = [x_1; x_2] of each head, rotating the pairs of their halves;
+    the other columns stay. # x [..., heads, dim], cos and sin [..., rotated] -> like x"""
+    turned, kept = x.split([cos.shape[-1], x.shape[-1] - cos.shape[-1]], dim=-1)
+    first, second = turned.chunk(2, dim=-1)
+    turned = turned * cos[..., None, :] + torch.cat((-second, first), dim=-1) * sin[..., None, :]
+    return torch.cat((turned, kept), dim=-1) if kept.shape[-1] else turned

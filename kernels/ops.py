@@ -29,7 +29,6 @@ from kernels.layers import (
     plan_layers,
     plan_linear,
     rotary_store,
-    silu_mul,
 )
 from kernels.rows import lay_out_rows
 from kernels.sample import choose_likeliest, gumbel_noise_of, sample
@@ -49,7 +48,6 @@ class Ops:
     keep_blocks = staticmethod(keep_blocks)
     add_rms_norm = staticmethod(add_rms_norm)
     rotary_store = staticmethod(rotary_store)
-    silu_mul = staticmethod(silu_mul)
     gate_mul = staticmethod(gate_mul)
     choose_experts = staticmethod(choose_experts)
     plan_experts = staticmethod(plan_experts)

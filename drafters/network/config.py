@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, Self
 
 from drafters.trained_kinds import trained_kind
-from kernels.decoder_layer import FUSED_FAMILIES
+from kernels.families import OF_DRAFTERS
 
 Fields = Mapping[str, Any]
 """Fields of a `config.json` by name."""
@@ -81,7 +81,7 @@ class DrafterConfig(ABC):
     family: ClassVar[str | None] = None  # layer family in published drafters of the kind; None: the target's
     injected: ClassVar[bool] = False  # committed positions run no layer: keys and values come from their condition
 
-    target: Mapping[str, Any]  # transformers config of the drafter's layers, of a type in `FUSED_FAMILIES`
+    target: Mapping[str, Any]  # transformers config of the drafter's layers, of a type in `OF_DRAFTERS`
     tap_layers: tuple[int, ...]  # target layers whose outputs are the features
     draft_vocab_size: int  # tokens the drafter can propose
     num_layers: int
@@ -95,10 +95,10 @@ class DrafterConfig(ABC):
             if getattr(self, name) < 1:
                 raise ValueError(f"drafter config: {name} must be at least 1")
         layers = self.target.get("model_type")
-        if layers not in FUSED_FAMILIES:
+        if layers not in OF_DRAFTERS:
             raise ValueError(
                 f"drafter config: a drafter cannot have layers of kind {layers!r}, only of "
-                f"{', '.join(FUSED_FAMILIES)}; train one for this target with `adaptree train drafter`"
+                f"{', '.join(OF_DRAFTERS)}; train one for this target with `adaptree train drafter`"
             )
         if not self.tap_layers:
             raise ValueError("drafter config: tap_layers must name at least one target layer")

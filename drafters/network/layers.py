@@ -3,7 +3,7 @@ Legend: batch, rows = entries of one sequence in one forward, hidden, dim = head
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.functional import silu
 
 from drafters.network.rotary import Rotary
-from kernels.decoder_layer import FUSED_FAMILIES, Family, Norms
+from kernels.families import LayerSpec, Norms, spec_of
 from kernels.layers import rotated
 
 Embed = Callable[[Tensor], Tensor]
@@ -31,35 +31,32 @@ class LayerShape:
 
     hidden: int
     intermediate: int
-    query_heads: int
-    kv_heads: int
-    head_dim: int
+    spec: LayerSpec  # of every layer
     epsilon: float
-    biases: tuple[bool, bool, bool]  # biases in q, k and v; in the attention output; in the feed-forward
-    family: Family
     rotary: Rotary
 
     @staticmethod
     def of(target: Mapping[str, Any]) -> "LayerShape":
-        """Return the shape for a transformers config."""
-        family, hidden, heads = (
-            FUSED_FAMILIES[target["model_type"]],
-            target["hidden_size"],
-            target["num_attention_heads"],
-        )
-        biased = bool(target.get("attention_bias"))
-        head_dim = target.get("head_dim") or hidden // heads
-        return LayerShape(
-            hidden,
-            target["intermediate_size"],
-            heads,
-            target.get("num_key_value_heads") or heads,
-            head_dim,
-            float(target.get("rms_norm_eps", 1e-6)),
-            (biased or family.query_key_value_bias, biased, bool(target.get("mlp_bias"))),
-            family,
-            Rotary(target, head_dim),
-        )
+        """Return the shape for a transformers config. Layers of a drafter are alike, and none has a window."""
+        model = spec_of(target)
+        spec = replace(model.layers[0], attention=replace(model.layers[0].attention, window=None))
+        rotary = Rotary(target, spec.attention.dim)
+        return LayerShape(target["hidden_size"], target["intermediate_size"], spec, model.epsilon, rotary)
+
+    @property
+    def query_heads(self) -> int:
+        """Number of query heads."""
+        return self.spec.attention.query_heads
+
+    @property
+    def kv_heads(self) -> int:
+        """Number of heads of keys and values."""
+        return self.spec.attention.kv_heads
+
+    @property
+    def head_dim(self) -> int:
+        """Width of a head."""
+        return self.spec.attention.dim
 
 
 class Norm(nn.RMSNorm):
@@ -76,14 +73,14 @@ class SelfAttention(nn.Module):
     def __init__(self, shape: LayerShape, extra: int = 0) -> None:
         """`extra`: width of the further input that is concatenated before the state."""
         super().__init__()
-        joined, output, _ = shape.biases
+        joined, output, _ = shape.spec.biases
         reads = extra + shape.hidden
         wide, narrow = shape.query_heads * shape.head_dim, shape.kv_heads * shape.head_dim
         self.q_proj = nn.Linear(reads, wide, bias=joined)
         self.k_proj = nn.Linear(reads, narrow, bias=joined)
         self.v_proj = nn.Linear(reads, narrow, bias=joined)
         self.o_proj = nn.Linear(wide, shape.hidden, bias=output)
-        dim, span = shape.head_dim, shape.family.query_key_norms
+        dim, span = shape.head_dim, shape.spec.attention.norms
         self.q_norm = Norm(dim if span == "head" else wide, shape.epsilon) if span else nn.Identity()
         self.k_norm = Norm(dim if span == "head" else narrow, shape.epsilon) if span else nn.Identity()
         self._dim = dim
@@ -112,7 +109,7 @@ class FeedForward(nn.Module):
 
     def __init__(self, shape: LayerShape) -> None:
         super().__init__()
-        bias = shape.biases[2]
+        bias = shape.spec.biases[2]
         self.gate_proj = nn.Linear(shape.hidden, shape.intermediate, bias=bias)
         self.up_proj = nn.Linear(shape.hidden, shape.intermediate, bias=bias)
         self.down_proj = nn.Linear(shape.intermediate, shape.hidden, bias=bias)
@@ -130,7 +127,7 @@ class DrafterLayer(nn.Module):
         """`normed_residual`: the attention output is added to the normed state."""
         super().__init__()
         self._normed_residual = normed_residual
-        names = shape.family.norms
+        names = shape.spec.norms
         before, after = self._add_norm(shape, names.attention_input), self._add_norm(shape, names.attention_output)
         self.self_attn = SelfAttention(shape, extra)
         self.norms = Norms(

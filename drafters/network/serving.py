@@ -169,9 +169,8 @@ class BlockForward:
         plan = network.ops.plan_attention(
             rows, self._state.table, query_heads=shape.query_heads, kv_heads=shape.kv_heads
         )
-        cos, sin = self.rotary(positions.flatten())
         own = slots.flatten().contiguous()  # a view if each sequence has one row
-        return RowPlaces(cos, sin, (KVRows(own, plan),))
+        return RowPlaces({"": self.rotary(positions.flatten())}, (KVRows(own, plan),))
 
 
 class _StoreOnly:
@@ -207,9 +206,9 @@ class InjectedForward(BlockForward):
     def _inject(self, waiting: Waiting) -> Tensor:
         """Write keys and values of waiting positions, and return their conditions. # -> [batch, count, hidden]"""
         context = self._network.condition(waiting.features.flatten(0, 1))
-        cos, sin = self.rotary(waiting.positions.clamp(min=0).flatten())
+        rotary = self.rotary(waiting.positions.clamp(min=0).flatten())
         slots = self._pool.places(waiting.slots).flatten().contiguous()
-        places = RowPlaces(cos, sin, (KVRows(slots, _StoreOnly()),))
+        places = RowPlaces({"": rotary}, (KVRows(slots, _StoreOnly()),))
         self._network.inject(context, places, self._pool.storage)
         return context.view(*waiting.tokens.shape, -1)
 

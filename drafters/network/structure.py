@@ -4,7 +4,7 @@ Legend: rows = entries of all sequences of a forward, hidden, block = entries of
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -106,11 +106,8 @@ class WeightPlanner:
         return DecoderLayer.of(
             {name: self.tensor(value) if "norm" in name else value.detach() for name, value in own.items()},
             Ops(**{**vars(self.ops), "plan_linear": self.product}),
-            shape.family,
-            query_heads=shape.query_heads,
+            replace(shape.spec, attention=replace(shape.spec.attention, window=window)),
             epsilon=shape.epsilon,
-            scale=shape.head_dim**-0.5,
-            window=window,
         )
 
 

@@ -23,6 +23,7 @@ from drafters.trained.specblock import FusedStructure
 from drafters.training.corpus import Batch
 from drafters.training.forward import InjectedTraining, TrainedBlocks, after
 from kernels.lattice import Picked
+from kernels.layers import Gate
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,14 +124,14 @@ class ConditionedStructure(FusedStructure):
         return PathHead(self.config.hidden_size, self.shape.epsilon)
 
     def served_path_head(self, planner: WeightPlanner) -> PathHeadOp | None:
-        weights, silu_mul = planner.weights, planner.ops.silu_mul
+        weights, gate_mul = planner.weights, planner.ops.gate_mul
         token_norm = planner.norm("path_head.token_norm.weight", self.shape.epsilon)
         joined = torch.cat([weights["path_head.gate_proj.weight"], weights["path_head.up_proj.weight"]])
         gate_up, down = planner.product(joined), planner.product(weights["path_head.down_proj.weight"])
 
         def conditioned(states: Tensor, embedded: Tensor) -> Tensor:
             known = torch.cat([states, token_norm(embedded.to(states.dtype))], dim=-1)
-            return states + down(silu_mul(gate_up(known)))
+            return states + down(gate_mul(gate_up(known), Gate("silu")))
 
         return conditioned
 

@@ -2,6 +2,8 @@
 #pragma once
 #include "ops.h"
 
+constexpr int MOST_ROTARY = 3;  // rotary embeddings of a model, of which one may rotate nothing
+
 // Rows of x, side by side, that one weight multiplies.
 struct Group {
     const void* packed;
@@ -52,11 +54,13 @@ template <class T>
 struct DecoderLayer {
     Product<T> query_key_value, output, gate_up, down;
     const T *attention_input, *attention_output, *mlp_input, *mlp_output;  // norms; null where the family has none
-    const T *query_norm, *key_norm;
-    int64_t norms_whole;  // whether these two are of all heads of a row together
-    int64_t tap;          // number of this layer among the tapped ones, or -1
+    int64_t activation;  // of gate_mul
+    int64_t rotary;      // index of this layer's rotary embedding
+    int64_t tap;         // number of this layer among the tapped ones, or -1
+    float limit;         // of gate_mul
+    float residual;      // factor on what is added to hidden states
+    Heads<T> heads;
     Layer<T> attention;
-    float epsilon;
 };
 
 struct KVRows {  // of one KV group: places to write, and what attention reads
@@ -70,10 +74,10 @@ struct KVRows {  // of one KV group: places to write, and what attention reads
 
 template <class T>
 struct Places {
-    const T *cos, *sin;  // [rows, dim]
-    KVRows groups[2];    // of layers without a window and of those with one
-    T* tapped;  // [rows, taps, width], hidden states after the tapped layers, or null
+    KVRows groups[2];  // of layers without a window and of those with one
+    T* tapped;         // [rows, taps, width], hidden states after the tapped layers, or null
     int64_t taps;
+    Rotary<T> rotary[MOST_ROTARY];
 };
 
 // Runs the layers on hidden [rows, width], in place. The first layer adds `delta` (or null) to it first; the output of the

@@ -7,9 +7,18 @@ namespace {
 
 // hidden += delta; returns the norm of hidden, in `normed`, or hidden itself where there is no norm.
 template <class T>
-const T* add_norm(T* hidden, const T* delta, const T* norm, float epsilon, T* normed, int64_t rows, int64_t width) {
-    if (delta || norm) add_rms_norm(hidden, delta, norm, epsilon, normed, rows, width);
+const T* add_norm(T* hidden, const T* delta, const T* norm, const Heads<T>& like, T* normed, int64_t rows, int64_t width) {
+    if (delta || norm) add_rms_norm(hidden, delta, norm, like.epsilon, like.offset, normed, rows, width);
     return norm ? normed : hidden;
+}
+
+// What is added to hidden states: the norm of delta where there is one, times a factor.
+template <class T>
+void finish(T* delta, const T* norm, const DecoderLayer<T>& layer, int64_t rows, int64_t width) {
+    add_norm<T>(delta, nullptr, norm, layer.heads, delta, rows, width);
+    if (layer.residual == 1.0f) return;
+    for (int64_t i = 0; i < rows * width; i += LANES)
+        store_end(delta + i, load_end(delta + i, rows * width - i) * layer.residual, rows * width - i);
 }
 
 // to = hidden + delta, whose rows lie `stride` apart.
@@ -26,25 +35,23 @@ template <class T>
 void decode(const DecoderLayer<T>* layers, int64_t count, const Places<T>* at, T* hidden, const T* delta, T* result,
             int64_t rows, T* scratch) {
     for (const DecoderLayer<T>* layer = layers; layer < layers + count; layer++, delta = result) {
-        const Layer<T>& heads = layer->attention;
-        const KVRows& own = at->groups[heads.window != 0];
+        const Layer<T>& own = layer->attention;
+        const KVRows& at_keys = at->groups[own.window != 0];
         const int64_t width = layer->output.out, attended_width = layer->output.in;
         T *normed = scratch, *query = normed + rows * width, *attended = query + rows * attended_width;
         T *joined = attended + rows * attended_width, *gated = query;
-        const float epsilon = layer->epsilon;
-        const T* x = add_norm(hidden, delta, layer->attention_input, epsilon, normed, rows, width);
+        const T* x = add_norm(hidden, delta, layer->attention_input, layer->heads, normed, rows, width);
         layer->query_key_value(x, joined, rows);
-        rotary_store(joined, at->cos, at->sin, own.slots, layer->query_norm, layer->key_norm, layer->norms_whole, epsilon,
-                     query, heads.keys, heads.values, rows, heads.query_heads, heads.kv_heads, heads.dim);
-        attend(&heads, &own.rows, own.groups, own.num_groups, own.tables, own.table_width, query, attended);
+        rotary_store(joined, at->rotary + layer->rotary, at_keys.slots, &layer->heads, query, own.keys, own.values, rows);
+        attend(&own, &at_keys.rows, at_keys.groups, at_keys.num_groups, at_keys.tables, at_keys.table_width, query, attended);
         layer->output(attended, result, rows);
-        add_norm<T>(result, nullptr, layer->attention_output, epsilon, result, rows, width);
-        x = add_norm(hidden, result, layer->mlp_input, epsilon, normed, rows, width);
+        finish(result, layer->attention_output, *layer, rows, width);
+        x = add_norm(hidden, result, layer->mlp_input, layer->heads, normed, rows, width);
         joined = gated + rows * layer->down.in;
         layer->gate_up(x, joined, rows);
-        gate_mul(joined, gated, rows, layer->down.in, 0, 0.0f);
+        gate_mul(joined, gated, rows, layer->down.in, layer->activation, layer->limit);
         layer->down(gated, result, rows);
-        add_norm<T>(result, nullptr, layer->mlp_output, epsilon, result, rows, width);
+        finish(result, layer->mlp_output, *layer, rows, width);
         if (at->tapped && layer->tap >= 0) tap(hidden, result, at->tapped + layer->tap * width, rows, width, at->taps * width);
     }
 }

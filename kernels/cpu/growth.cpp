@@ -53,7 +53,7 @@ bf16 add(bf16 a, bf16 b) {
 
 template <class T>
 void norm(const T* x, const T* weight, float epsilon, T* y, int64_t width) {
-    add_rms_norm<T>(const_cast<T*>(x), nullptr, weight, epsilon, y, 1, width);
+    add_rms_norm<T>(const_cast<T*>(x), nullptr, weight, epsilon, -1, y, 1, width);
 }
 
 // A forward of `count` waiting entries of each sequence and of the block at the newest of them.
@@ -117,7 +117,7 @@ struct Block {
         const int64_t num_groups = plan(of_rows, order.get(), seen.get(), path_start.get(), path_slots.get(), groups.get());
         const KVRows own{to.get(), {order.get(), seen.get(), path_start.get(), path_slots.get()},
                          groups.get(), num_groups, entries.places, entries.positions * entries.entries};
-        const Places<T> places{cos.get(), sin.get(), {own, own}, nullptr, 0};
+        const Places<T> places{{own, own}, nullptr, 0, {{cos.get(), sin.get(), nullptr, heads.dim}}};
         auto delta = room<T>(rows * hidden), normed = room<T>(rows * hidden), pairs = room<T>(rows * 2 * hidden);
         auto work = room<T>(rows * net.work);
         for (int64_t layer = 0; layer < net.num_layers; layer++) {
@@ -125,7 +125,7 @@ struct Block {
             decode(net.layers + layer, 1, &places, x, continues ? delta.get() : nullptr, delta.get(), rows, work.get());
             if (net.shifts && layer + 1 < net.num_layers) shift(net.shifts[layer], x, delta.get(), pairs.get());
         }
-        add_rms_norm(x, delta.get(), net.output_norm, net.epsilon, normed.get(), rows, hidden);
+        add_rms_norm(x, delta.get(), net.output_norm, net.epsilon, -1, normed.get(), rows, hidden);
         for (int64_t b = 0; b < batch; b++)
             std::copy_n(normed.get() + (b * each + before) * hidden, size * hidden, states + b * size * hidden);
     }

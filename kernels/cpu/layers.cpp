@@ -28,102 +28,117 @@ float norm_scale(const T* x, float epsilon, int64_t width) {
     return 1.0f / std::sqrt(total / float(width) + epsilon);
 }
 
-// y = weight * round(x * scale)
+// y = weight * round(x * scale), or with an offset (offset + weight) * x * scale, rounded once
 template <class T>
-void apply_norm(const T* x, const T* weight, float scale, int64_t width, T* y) {
-    for (int64_t i = 0; i < width; i += LANES)
-        store_end(y + i, load_end(weight + i, width - i) * rounded<T>(load_end(x + i, width - i) * scale), width - i);
+void apply_norm(const T* x, const T* weight, float scale, float offset, int64_t width, T* y) {
+    for (int64_t i = 0; i < width; i += LANES) {
+        const Vec normed = load_end(x + i, width - i) * scale, weights = load_end(weight + i, width - i);
+        store_end(y + i, offset < 0 ? weights * rounded<T>(normed) : (offset + weights) * normed, width - i);
+    }
 }
 
-enum { SILU, GELU_TANH, CLAMPED_SWIGLU };
+// f(gate) up, of which all f are gate / (1 + exp(-s(gate)))
+template <int ACTIVATION, class T>
+Vec gated(Vec gate, Vec up, float limit) {
+    Vec s = gate;
+    if (ACTIVATION == GELU_TANH) s = 1.5957691216f * (gate + 0.044715f * gate * gate * gate);  // 2 sqrt(2 / pi)
+    if (ACTIVATION == CLAMPED_SWIGLU) {
+        gate = gate > limit ? splat(limit) : gate;
+        up = up > limit ? splat(limit) : up < -limit ? splat(-limit) : up;
+        s = 1.702f * gate;
+    }
+    Vec e = exp2_of((Vec)((IVec)s | INT32_MIN) * 1.44269504f);  // exp(-|s|)
+    Vec opened = gate * (s < 0.0f ? e : splat(1.0f)) / (1.0f + e);
+    return ACTIVATION == CLAMPED_SWIGLU ? opened * (up + 1.0f) : rounded<T>(opened) * up;
+}
 
-// x / (1 + exp(-at))
-Vec of_sigmoid(Vec x, Vec at) {
-    Vec e = exp2_of((Vec)((IVec)at | INT32_MIN) * 1.44269504f);  // exp(-|at|)
-    return x * (at < 0.0f ? e : splat(1.0f)) / (1.0f + e);
+template <int ACTIVATION, class T>
+void gate_rows(const T* joined, T* y, int64_t rows, int64_t width, float limit) {
+    for_each(rows, rows * width <= FEW, [=](int64_t row) {
+        const T *gates = joined + 2 * row * width, *ups = gates + width;
+        T* mine = y + row * width;
+        for (int64_t i = 0; i < width; i += LANES)
+            store_end(mine + i, gated<ACTIVATION, T>(load_end(gates + i, width - i), load_end(ups + i, width - i), limit),
+                      width - i);
+    });
+}
+
+// What rotation makes of the first `rotated` columns of a head; the others stay.
+template <class T>
+void rotate(const T* x, const T* cos, const T* sin, int64_t rotated_columns, int64_t dim, T* to) {
+    const int64_t half = rotated_columns / 2;
+    for (int64_t i = 0; i < half; i++) {
+        float a = to_float(x[i]), b = to_float(x[i + half]);
+        float low = rounded<T>(a * to_float(cos[i])) + rounded<T>(-b * to_float(sin[i]));
+        float high = rounded<T>(b * to_float(cos[i + half])) + rounded<T>(a * to_float(sin[i + half]));
+        put(to + i, low), put(to + i + half, high);
+    }
+    memcpy(to + rotated_columns, x + rotated_columns, size_t(dim - rotated_columns) * sizeof(T));
 }
 
 }  // namespace
 
 // hidden += delta; y = the norm of hidden if there is a weight. y may be hidden.
 template <class T>
-void add_rms_norm(T* hidden, const T* delta, const T* weight, float epsilon, T* y, int64_t rows, int64_t width) {
+void add_rms_norm(T* hidden, const T* delta, const T* weight, float epsilon, float offset, T* y, int64_t rows, int64_t width) {
     for_each(rows, rows * width <= FEW, [=](int64_t row) {
         T* mine = hidden + row * width;
         if (delta)
             for (int64_t i = 0; i < width; i += LANES)
                 store_end(mine + i, load_end(mine + i, width - i) + load_end(delta + row * width + i, width - i), width - i);
-        if (weight) apply_norm(mine, weight, norm_scale(mine, epsilon, width), width, y + row * width);
+        if (weight) apply_norm(mine, weight, norm_scale(mine, epsilon, width), offset, width, y + row * width);
     });
 }
 
-// y = round(activation(gate)) * up, see kernels/layers.py. joined [rows, gate then up]
+// joined [rows, gate then up]
 template <class T>
 void gate_mul(const T* joined, T* y, int64_t rows, int64_t width, int64_t activation, float limit) {
-    for_each(rows, rows * width <= FEW, [=](int64_t row) {
-        const T *gates = joined + 2 * row * width, *ups = gates + width;
-        T* mine = y + row * width;
-        for (int64_t i = 0; i < width; i += LANES) {
-            Vec gate = load_end(gates + i, width - i), up = load_end(ups + i, width - i);
-            if (activation == SILU) gate = of_sigmoid(gate, gate);
-            if (activation == GELU_TANH) gate = of_sigmoid(gate, 1.59576912f * (gate + 0.044715f * gate * gate * gate));
-            if (activation == CLAMPED_SWIGLU) {  // a NaN is no larger than a limit, and stays
-                gate = gate > limit ? splat(limit) : gate;
-                up = rounded<T>((up > limit ? splat(limit) : up < -limit ? splat(-limit) : up) + 1.0f);
-                gate *= rounded<T>(of_sigmoid(splat(1.0f), rounded<T>(gate * 1.702f)));
-            }
-            store_end(mine + i, rounded<T>(gate) * up, width - i);
-        }
-    });
+    if (activation == SILU) return gate_rows<SILU>(joined, y, rows, width, limit);
+    if (activation == GELU_TANH) return gate_rows<GELU_TANH>(joined, y, rows, width, limit);
+    gate_rows<CLAMPED_SWIGLU>(joined, y, rows, width, limit);
 }
 
 // Norms queries and keys where there are weights for it (each head, or with `whole` all heads of a row together), and
 // rotates them, halves against halves:
 // round(x cos) + round([-x_2; x_1] sin); keys and values go to their slots, queries to a table of their own.
-// joined [rows, query heads + 2 kv_heads, dim], cos and sin [rows, dim]
+// joined [rows, query heads + 2 kv_heads, dim], cos and sin [rows, rotated]
 template <class T>
-void rotary_store(const T* joined, const T* cos, const T* sin, const int64_t* slots, const T* query_norm, const T* key_norm,
-                  int64_t whole, float epsilon, T* query, T* keys, T* values, int64_t rows, int64_t query_heads,
-                  int64_t kv_heads, int64_t dim) {
-    const int64_t heads = query_heads + 2 * kv_heads, half = dim / 2;
-    for_each(rows, rows * heads * dim <= FEW, [=](int64_t row) {
-        const T *c = cos + row * dim, *s = sin + row * dim;
+void rotary_store(const T* joined, const Rotary<T>* rotary, const int64_t* slots, const Heads<T>* heads, T* query, T* keys,
+                  T* values, int64_t rows) {
+    const Heads<T> h = *heads;
+    const Rotary<T> turn = *rotary;
+    const int64_t count = h.query_heads + 2 * h.kv_heads, dim = h.dim;
+    for_each(rows, rows * count * dim <= FEW, [=](int64_t row) {
+        const T *c = turn.cos + row * turn.columns, *s = turn.sin + row * turn.columns;
         T normed[MOST_DIM];
         float scale = 0;
-        for (int64_t head = 0; head < heads; head++) {
-            const T* x = joined + (row * heads + head) * dim;
-            int64_t key = head - query_heads, value = key - kv_heads;
+        for (int64_t head = 0; head < count; head++) {
+            const T* x = joined + (row * count + head) * dim;
+            int64_t key = head - h.query_heads, value = key - h.kv_heads;
             if (value >= 0) {
-                memcpy(values + (slots[row] * kv_heads + value) * dim, x, size_t(dim) * sizeof(T));
+                memcpy(values + (slots[row] * h.kv_heads + value) * dim, x, size_t(dim) * sizeof(T));
                 continue;
             }
-            if (const T* weight = key >= 0 ? key_norm : query_norm) {
-                const int64_t number = key >= 0 ? key : head, count = key >= 0 ? kv_heads : query_heads;
-                if (!whole || number == 0) scale = norm_scale(x, epsilon, whole ? count * dim : dim);
-                apply_norm(x, weight + (whole ? number * dim : 0), scale, dim, normed);
+            if (const T* weight = key >= 0 ? h.key_norm : h.query_norm) {
+                const int64_t number = key >= 0 ? key : head, of_kind = key >= 0 ? h.kv_heads : h.query_heads;
+                if (!h.whole || number == 0) scale = norm_scale(x, h.epsilon, h.whole ? of_kind * dim : dim);
+                apply_norm(x, weight + (h.whole ? number * dim : 0), scale, h.offset, dim, normed);
                 x = normed;
             }
-            T turned[MOST_DIM];
-            for (int64_t i = 0; i < half; i++) {
-                float a = to_float(x[i]), b = to_float(x[i + half]);
-                float low = rounded<T>(a * to_float(c[i])) + rounded<T>(-b * to_float(s[i]));
-                float high = rounded<T>(b * to_float(c[i + half])) + rounded<T>(a * to_float(s[i + half]));
-                put(turned + i, low), put(turned + i + half, high);
-            }
-            T* to = key < 0 ? query + row * query_heads * dim : keys + slots[row] * kv_heads * dim;
-            memcpy(to + (key < 0 ? head : key) * dim, turned, size_t(dim) * sizeof(T));
+            T* to = key < 0 ? query + (row * h.query_heads + head) * dim : keys + (slots[row] * h.kv_heads + key) * dim;
+            rotate(x, c, s, turn.columns, dim, to);
+            if (key < 0 && turn.query_scale)
+                for (int64_t i = 0; i < dim; i++) put(to + i, to_float(to[i]) * to_float(turn.query_scale[row]));
         }
     });
 }
 
-template void add_rms_norm(bf16*, const bf16*, const bf16*, float, bf16*, int64_t, int64_t);
-template void add_rms_norm(float*, const float*, const float*, float, float*, int64_t, int64_t);
-template void gate_mul(const bf16*, bf16*, int64_t, int64_t, int64_t, float);
-template void gate_mul(const float*, float*, int64_t, int64_t, int64_t, float);
-template void rotary_store(const bf16*, const bf16*, const bf16*, const int64_t*, const bf16*, const bf16*, int64_t, float, bf16*,
-                           bf16*, bf16*, int64_t, int64_t, int64_t, int64_t);
-template void rotary_store(const float*, const float*, const float*, const int64_t*, const float*, const float*, int64_t, float,
-                           float*, float*, float*, int64_t, int64_t, int64_t, int64_t);
+#define INSTANCES(T)                                                                                        \
+    template void add_rms_norm(T*, const T*, const T*, float, float, T*, int64_t, int64_t);                 \
+    template void gate_mul(const T*, T*, int64_t, int64_t, int64_t, float);                                 \
+    template void rotary_store(const T*, const Rotary<T>*, const int64_t*, const Heads<T>*, T*, T*, T*, int64_t);
+INSTANCES(bf16)
+INSTANCES(float)
 
 EXPORT_TYPES(add_rms_norm)
 EXPORT_TYPES(gate_mul)

@@ -1,9 +1,9 @@
 """Compiled ops of `kernels.layers`. Weights are packed once, into tiles of outputs that a product reads front to back.
 If all products of a model are packed, one native call runs all its layers."""
 
+import ctypes
 from collections.abc import Iterable, Sequence
-from ctypes import c_void_p, cast
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, cast
 
 import torch
 from torch import Tensor
@@ -14,9 +14,11 @@ from kernels.cpu.tree_attention import CompiledAttention, layer_of
 from kernels.layers import (
     BlockFormat,
     Gate,
+    Heads,
     Product,
     QuantisedBlocks,
     QuantisedWeight,
+    RotaryRows,
     RunLayers,
     Weight,
     spans_projection,
@@ -25,14 +27,11 @@ from kernels.layers import plan_layers as op_by_op
 from kernels.tree_attention import LOG2_E, Attention
 
 if TYPE_CHECKING:  # an import at run time would be circular
-    from kernels.decoder_layer import DecoderLayer, RowPlaces
+    from kernels.decoder_layer import DecoderLayer, DenseFeedForward, RowPlaces
 
 
 OUTPUTS = 32
 """Outputs of the largest tile in any build; smaller tiles divide it."""
-
-ACTIVATIONS = ("silu", "gelu_tanh", "clamped_swiglu")
-"""Activations of a gate, in the order of layers.cpp."""
 
 
 class PackedLinear:
@@ -61,7 +60,7 @@ class PackedLinear:
     @property
     def structure(self) -> CStruct:
         """This product as the C structure `Product` of decoder.h."""
-        return CStruct(cast(self._call, c_void_p).value, *self._addresses, self.columns, self.out)
+        return CStruct(ctypes.cast(self._call, ctypes.c_void_p).value, *self._addresses, self.columns, self.out)
 
     def __call__(self, x: Tensor) -> Tensor:
         """Compute x W^T + b. # [..., in] -> [..., out]"""
@@ -147,58 +146,77 @@ def as_tensor(structure: bytes) -> Tensor:
     return torch.frombuffer(bytearray(structure), dtype=torch.uint8)
 
 
-def add_rms_norm(hidden: Tensor, delta: Tensor | None, weight: Tensor, epsilon: float) -> Tensor:
+def add_rms_norm(
+    hidden: Tensor, delta: Tensor | None, weight: Tensor, epsilon: float, offset: float | None = None
+) -> Tensor:
     """Same as the reference op; `hidden` must be contiguous. # [rows, hidden] -> [rows, hidden]"""
     assert hidden.is_contiguous(), "it is changed in place"
     y, width = torch.empty_like(hidden), hidden.shape[-1]
-    call("add_rms_norm", hidden, delta, weight, epsilon, y, hidden.numel() // width, width, dtype=hidden.dtype)
+    how = epsilon, _offset(offset)
+    call("add_rms_norm", hidden, delta, weight, *how, y, hidden.numel() // width, width, dtype=hidden.dtype)
     return y
 
 
-def silu_mul(joined: Tensor) -> Tensor:
-    """Same as the reference op. # [..., 2 * width] -> [..., width]"""
-    return gate_mul(joined, Gate("silu"))
+def _offset(offset: float | None) -> float:
+    """Return the offset of norm weights as the C functions take it."""
+    return -1.0 if offset is None else offset
+
+
+ACTIVATIONS = ("silu", "gelu_tanh", "clamped_swiglu")
+"""Activations of a gate, in the order of ops.h."""
 
 
 def gate_mul(joined: Tensor, gate: Gate) -> Tensor:
     """Same as the reference op. # [..., 2 * width] -> [..., width]"""
     joined, width = joined.contiguous(), joined.shape[-1] // 2
-    y, how = joined.new_empty(*joined.shape[:-1], width), (ACTIVATIONS.index(gate.activation), gate.limit)
+    y = joined.new_empty(*joined.shape[:-1], width)
+    how = ACTIVATIONS.index(gate.activation), gate.limit
     call("gate_mul", joined, y, y.numel() // width, width, *how, dtype=joined.dtype)
     return y
 
 
-def rotary_store(
-    joined: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    slots: Tensor,
-    pool: Tensor,
-    query_heads: int,
-    head_norms: tuple[Tensor, Tensor] | None,
-    epsilon: float,
-) -> Tensor:
+def rotary_store(joined: Tensor, rotary: RotaryRows | None, slots: Tensor, pool: Tensor, heads: Heads) -> Tensor:
     """Same as the reference op; the pool must have the type of `joined`.
     # pool [2, slots, kv_heads, dim] -> [rows, query heads, dim]"""
     assert pool.dtype == joined.dtype, f"{pool.dtype} keeps no {joined.dtype}"
     rows, kv_heads, dim = slots.shape[0], *pool.shape[2:]
-    query, norms = joined.new_empty(rows, query_heads, dim), head_norms or (None, None)
-    written, sizes = (query, *halves(pool)), (rows, query_heads, kv_heads, dim)
-    how = spans_projection(head_norms, dim), epsilon
-    call("rotary_store", joined, cos, sin, slots, *norms, *how, *written, *sizes, dtype=joined.dtype)
+    query = joined.new_empty(rows, heads.query_heads, dim)
+    how = CStruct(*_rotary(rotary)), slots, _heads(heads, kv_heads, dim)
+    call("rotary_store", joined, *how, query, *halves(pool), rows, dtype=joined.dtype)
     return query
+
+
+def _rotary(rotary: RotaryRows | None) -> tuple[Tensor | int | None, ...]:
+    """Return the fields of the C structure `Rotary` (ops.h)."""
+    if rotary is None:
+        return None, None, None, 0
+    return rotary.cos, rotary.sin, rotary.query_scale, rotary.cos.shape[1]
+
+
+def _heads(heads: Heads, kv_heads: int, dim: int) -> CStruct:
+    """Build the C structure `Heads` of ops.h."""
+    norms, whole = heads.norms or (None, None), spans_projection(heads.norms, dim)
+    floats = heads.epsilon, _offset(heads.norm_offset)
+    return CStruct(*norms, whole, heads.query_heads, kv_heads, dim, floats=floats)
+
+
+_MOST_ROTARY = 3  # as in decoder.h
 
 
 class CompiledLayers:
     """Decoder layers whose products are all packed, run by one native call."""
 
     def __init__(self, layers: "Sequence[DecoderLayer]", pools: Sequence[Tensor], taps: Sequence[int] = ()) -> None:
-        self._pools, self._taps = pools, len(taps)
+        self._pools, self._taps, self._kept = pools, len(taps), list[CStruct]()
+        self._rotary = list(dict.fromkeys(layer.attention.rope for layer in layers))
+        assert len(self._rotary) <= _MOST_ROTARY, f"rotary embeddings: {self._rotary}"
         columns = [taps.index(number) if number in taps else -1 for number in range(len(layers))]
-        self._structures = [*map(_structure_of, layers, pools, columns)]
-        self.joined = as_tensor(b"".join(self._structures))
+        for layer, pool, column in zip(layers, pools, columns, strict=True):
+            self._kept += _structures_of(layer, pool, self._rotary.index(layer.attention.rope), column)
+        self._number = len(layers)
+        self.joined = as_tensor(b"".join(self._kept))
         # Intermediate results of a row: the normed input, then either queries, attention output and fused QKV product,
-        # or SwiGLU output and fused gate-up product.
+        # or the gates' output and fused gate-up product.
         self.scratch = max(
             output.out + max(2 * output.columns + query_key_value.out, down.columns + gate_up.out)
             for query_key_value, output, gate_up, down in map(_packed, layers)
@@ -213,8 +231,10 @@ class CompiledLayers:
         assert hidden.dtype == self._pools[0].dtype, f"{self._pools[0].dtype} keeps no {hidden.dtype}"
         result, rows = torch.empty_like(hidden), hidden.shape[0]
         scratch = hidden.new_empty(rows * self.scratch)
-        at = CStruct(places.cos, places.sin, *first, *last, tapped, self._taps)
-        call("decode", self.joined, len(self._structures), at, hidden, delta, result, rows, scratch, dtype=hidden.dtype)
+        rotary = [word for name in self._rotary for word in _rotary(None if name is None else places.rotary[name])]
+        rotary += [None] * (4 * (_MOST_ROTARY - len(self._rotary)))
+        at = CStruct(*first, *last, tapped, self._taps, *rotary)
+        call("decode", self.joined, self._number, at, hidden, delta, result, rows, scratch, dtype=hidden.dtype)
         return result
 
 
@@ -225,22 +245,28 @@ def _attended(attention: Attention) -> tuple[Tensor | int | None, ...]:
 
 
 def plan_layers(layers: Sequence[Any], pools: Sequence[Tensor], taps: Sequence[int] = ()) -> RunLayers:
-    """Same as the reference op, in one native call for all layers. If any product is not packed or has an odd number of
-    input columns, all layers run op by op. # pools [2, slots, kv_heads, dim] each"""
+    """Same as the reference op, in one native call for all layers. If a layer has experts, a product that is not packed
+    or an odd number of input columns, all layers run op by op. # pools [2, slots, kv_heads, dim] each"""
     if all(len(_packed(layer)) == 4 for layer in layers):
         return CompiledLayers(layers, pools, taps)
     return op_by_op(layers, pools, taps)
 
 
 def _packed(layer: "DecoderLayer") -> list[PackedLinear]:
-    """List the layer's packed products that have an even number of input columns."""
-    products = layer.query_key_value, layer.output, layer.gate_up, layer.down
+    """List the layer's packed products that have an even number of input columns, of a dense feed-forward."""
+    forward = layer.feed_forward
+    products = layer.query_key_value, layer.output, getattr(forward, "gate_up", None), getattr(forward, "down", None)
     return [one for one in products if isinstance(one, PackedLinear) and not one.missing]
 
 
-def _structure_of(layer: "DecoderLayer", pool: Tensor, tap: int) -> CStruct:
-    """Build the C structure `DecoderLayer` of decoder.h."""
-    norms = *layer.norms, *(layer.head_norms or (None, None)), spans_projection(layer.head_norms, pool.shape[3]), tap
-    attention = layer_of(pool, layer.query_heads, layer.window)
+def _structures_of(layer: "DecoderLayer", pool: Tensor, rotary: int, tap: int) -> list[CStruct]:
+    """Build the C structure `DecoderLayer` of decoder.h, as consecutive parts."""
     words = [word for product in _packed(layer) for word in product.structure.words]
-    return CStruct(*words, *norms, *attention, floats=(layer.scale * LOG2_E, 0.0, layer.epsilon))
+    spec, gate = layer.attention, cast("DenseFeedForward", layer.feed_forward).gate
+    floats = gate.limit, layer.residual
+    keys = layer_of(pool, spec.query_heads, spec.window)
+    return [
+        CStruct(*words, *layer.norms, ACTIVATIONS.index(gate.activation), rotary, tap, floats=floats),
+        _heads(layer.heads, *pool.shape[2:]),
+        CStruct(*keys, layer.sinks, floats=(spec.scale * LOG2_E, (spec.softcap or 0.0) * LOG2_E)),
+    ]

@@ -48,7 +48,7 @@ def _layer(
     keys: int, values: int, query_heads: int, kv_heads: int, dim: int, window: int, scale: float, softcap: float | None
 ) -> CStruct:
     floats = scale * LOG2_E, (softcap or 0.0) * LOG2_E
-    return CStruct(keys, values, query_heads, kv_heads, dim, window, floats=floats)
+    return CStruct(keys, values, query_heads, kv_heads, dim, window, None, floats=floats)
 
 
 @dataclass(frozen=True, slots=True)

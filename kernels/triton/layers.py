@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.layers import Product, Weight, dense, spans_projection
+from kernels.layers import Gate, Heads, Product, RotaryRows, Weight, dense, spans_projection
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +140,9 @@ def _linear(
 _BLOCK = 1024
 
 
-def add_rms_norm(hidden: Tensor, delta: Tensor | None, weight: Tensor, epsilon: float) -> Tensor:
+def add_rms_norm(
+    hidden: Tensor, delta: Tensor | None, weight: Tensor, epsilon: float, offset: float | None = None
+) -> Tensor:
     """Same as the reference op. # hidden, delta [rows, hidden], contiguous -> [rows, hidden]"""
     width = weight.shape[0]
     out = hidden.new_empty(hidden.shape)
@@ -148,7 +150,8 @@ def add_rms_norm(hidden: Tensor, delta: Tensor | None, weight: Tensor, epsilon: 
         assert all(x is None or x.is_contiguous() for x in (hidden, delta)), "rows stand side by side"
         _add_norm[(hidden.numel() // width,)](
             hidden, hidden if delta is None else delta, weight, out, epsilon,
-            ADDS=delta is not None, WIDTH=width, BLOCK=triton.next_power_of_2(width), enable_fp_fusion=True,
+            ADDS=delta is not None, OFFSET=offset, WIDTH=width, BLOCK=triton.next_power_of_2(width),
+            enable_fp_fusion=True,
         )  # fmt: skip
     return out
 
@@ -161,6 +164,7 @@ def _add_norm(
     out: tl.tensor,
     epsilon: tl.tensor,
     ADDS: tl.constexpr,
+    OFFSET: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
@@ -173,50 +177,66 @@ def _add_norm(
         value = (value + tl.load(delta + at, mask=held, other=0.0).to(tl.float32)).to(kind).to(tl.float32)
         tl.store(hidden + at, value, mask=held)
     scale = tl.rsqrt(tl.sum(value * value, 0) / WIDTH + epsilon)
-    tl.store(out + at, _weighted(value * scale, weight + place, held, kind), mask=held)
+    tl.store(out + at, _weighted(value * scale, weight + place, held, kind, OFFSET), mask=held)
 
 
-def silu_mul(joined: Tensor) -> Tensor:
+def gate_mul(joined: Tensor, gate: Gate) -> Tensor:
     """Same as the reference op. # [..., 2 * width] -> [..., width]"""
     rows = joined.reshape(-1, joined.shape[-1]).contiguous()
     width = rows.shape[1] // 2
     out = rows.new_empty(rows.shape[0], width)
     if rows.shape[0]:
-        _gate[(rows.shape[0], triton.cdiv(width, _BLOCK))](rows, out, WIDTH=width, BLOCK=_BLOCK, enable_fp_fusion=True)
+        _gate[(rows.shape[0], triton.cdiv(width, _BLOCK))](
+            rows, out, ACTIVATION=gate.activation, LIMIT=gate.limit, WIDTH=width, BLOCK=_BLOCK, enable_fp_fusion=True
+        )
     return out.view(*joined.shape[:-1], width)
 
 
 @triton.jit
-def _gate(joined: tl.tensor, out: tl.tensor, WIDTH: tl.constexpr, BLOCK: tl.constexpr) -> None:
+def _gate(
+    joined: tl.tensor,
+    out: tl.tensor,
+    ACTIVATION: tl.constexpr,
+    LIMIT: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
     row, place = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     held = place < WIDTH
     gate = tl.load(joined + row * 2 * WIDTH + place, mask=held, other=0.0).to(tl.float32)
     up = tl.load(joined + row * 2 * WIDTH + WIDTH + place, mask=held, other=0.0).to(tl.float32)
-    opened = (gate / (1.0 + tl.exp(-gate))).to(out.dtype.element_ty).to(tl.float32)
-    tl.store(out + row * WIDTH + place, opened * up, mask=held)
+    tl.store(out + row * WIDTH + place, gated(gate, up, ACTIVATION, LIMIT, out.dtype.element_ty), mask=held)
 
 
-def rotary_store(
-    joined: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    slots: Tensor,
-    pool: Tensor,
-    query_heads: int,
-    head_norms: tuple[Tensor, Tensor] | None,
-    epsilon: float,
-) -> Tensor:
+@triton.jit
+def gated(
+    gate: tl.tensor, up: tl.tensor, ACTIVATION: tl.constexpr, LIMIT: tl.constexpr, kind: tl.constexpr
+) -> tl.tensor:
+    """Compute `kernels.layers.gate_mul` of tiles; values that it rounds are rounded to `kind`. # both float32"""
+    if ACTIVATION == "clamped_swiglu":
+        gate, up = tl.minimum(gate, LIMIT), tl.minimum(tl.maximum(up, -LIMIT), LIMIT)
+        return gate / (1.0 + tl.exp(-1.702 * gate)) * (up + 1.0)
+    angle = gate
+    if ACTIVATION == "gelu_tanh":  # 0.5 (1 + tanh(x)) = 1 / (1 + exp(-2 x))
+        angle = 1.5957691216 * (gate + 0.044715 * gate * gate * gate)
+    return (gate / (1.0 + tl.exp(-angle))).to(kind).to(tl.float32) * up
+
+
+def rotary_store(joined: Tensor, rotary: RotaryRows | None, slots: Tensor, pool: Tensor, heads: Heads) -> Tensor:
     """Same as the reference op; if rows share a slot, any of them may be stored.
     # -> queries [rows, query heads, dim]"""
     rows, kv_heads, dim = slots.shape[0], pool.shape[2], pool.shape[3]
-    query = joined.new_empty(rows, query_heads, dim)
-    query_norm, key_norm = head_norms or (joined, joined)
-    span = triton.next_power_of_2(len(query_norm)) if spans_projection(head_norms, dim) else 0
+    query = joined.new_empty(rows, heads.query_heads, dim)
+    query_norm, key_norm = heads.norms or (joined, joined)
+    span = triton.next_power_of_2(len(query_norm)) if spans_projection(heads.norms, dim) else 0
+    cos, sin, scale = rotary or (joined, joined, None)
+    rotated = 0 if rotary is None else cos.shape[1]
     if rows:
-        _rotate_store[(rows, query_heads + 2 * kv_heads)](
-            joined.contiguous(), cos.contiguous(), sin.contiguous(), slots, pool[0], pool[1], query,
-            query_norm, key_norm, epsilon, NORMS=head_norms is not None, SPAN=span, QUERY_HEADS=query_heads,
-            KV_HEADS=kv_heads, HALF=dim // 2, BLOCK=triton.next_power_of_2(dim // 2), enable_fp_fusion=False,
+        _rotate_store[(rows, heads.query_heads + 2 * kv_heads)](
+            joined.contiguous(), cos.contiguous(), sin.contiguous(), joined if scale is None else scale, slots,
+            pool[0], pool[1], query, query_norm, key_norm, heads.epsilon, NORMS=heads.norms is not None,
+            OFFSET=heads.norm_offset, SPAN=span, SCALES=scale is not None, QUERY_HEADS=heads.query_heads,
+            KV_HEADS=kv_heads, DIM=dim, HALF=rotated // 2, BLOCK=triton.next_power_of_2(dim), enable_fp_fusion=False,
         )  # fmt: skip
     return query
 
@@ -226,6 +246,7 @@ def _rotate_store(
     joined: tl.tensor,
     cos: tl.tensor,
     sin: tl.tensor,
+    query_scale: tl.tensor,
     slots: tl.tensor,
     keys: tl.tensor,
     values: tl.tensor,
@@ -234,59 +255,60 @@ def _rotate_store(
     key_norm: tl.tensor,
     epsilon: tl.tensor,
     NORMS: tl.constexpr,
+    OFFSET: tl.constexpr,
     SPAN: tl.constexpr,  # elements of all heads that are normed together, rounded up; 0 if each head is normed alone
+    SCALES: tl.constexpr,
     QUERY_HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
-    HALF: tl.constexpr,
+    DIM: tl.constexpr,
+    HALF: tl.constexpr,  # of the columns that are rotated
     BLOCK: tl.constexpr,
 ) -> None:
-    """Norm, rotate and store one head of one row."""
+    """Norm, rotate and store one head of one row. Each column is computed beside its partner of the other half."""
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     place = tl.arange(0, BLOCK)
-    held = place < HALF
+    held, turns = place < DIM, place < 2 * HALF
+    partner = tl.where(place < HALF, place + HALF, tl.where(turns, place - HALF, place))
     kind: tl.constexpr = joined.dtype.element_ty
-    source = joined + (row * tl.num_programs(1) + head) * 2 * HALF + place
-    first = tl.load(source, mask=held, other=0.0).to(tl.float32)
-    second = tl.load(source + HALF, mask=held, other=0.0).to(tl.float32)
+    source = joined + (row * tl.num_programs(1) + head) * DIM
+    own = tl.load(source + place, mask=held, other=0.0).to(tl.float32)
     if head < QUERY_HEADS + KV_HEADS:
+        other = tl.load(source + partner, mask=held, other=0.0).to(tl.float32)
         if NORMS:
-            norm = (query_norm if head < QUERY_HEADS else key_norm) + place
+            norm = query_norm if head < QUERY_HEADS else key_norm
             if SPAN:
                 start = tl.where(head < QUERY_HEADS, 0, QUERY_HEADS)
-                width = tl.where(head < QUERY_HEADS, QUERY_HEADS, KV_HEADS) * 2 * HALF
+                width = tl.where(head < QUERY_HEADS, QUERY_HEADS, KV_HEADS) * DIM
                 spanned = tl.arange(0, SPAN)
-                heads = joined + (row * tl.num_programs(1) + start) * 2 * HALF + spanned
+                heads = joined + (row * tl.num_programs(1) + start) * DIM + spanned
                 whole = tl.load(heads, mask=spanned < width, other=0.0).to(tl.float32)
                 mean = tl.sum(whole * whole, 0) / width
-                norm += (head - start) * 2 * HALF
+                norm += (head - start) * DIM
             else:
-                mean = (tl.sum(first * first, 0) + tl.sum(second * second, 0)) / (2 * HALF)
+                mean = tl.sum(own * own, 0) / DIM
             scale = tl.rsqrt(mean + epsilon)
-            first = _weighted(first * scale, norm, held, kind)
-            second = _weighted(second * scale, norm + HALF, held, kind)
-        angle = row * 2 * HALF + place
-        turned = _turned(first, -second, cos + angle, sin + angle, held, kind)
-        second = _turned(second, first, cos + angle + HALF, sin + angle + HALF, held, kind)
-        first = turned
-    own = (tl.load(slots + row) * KV_HEADS + head - QUERY_HEADS) * 2 * HALF + place
+            own = _weighted(own * scale, norm + place, held, kind, OFFSET)
+            other = _weighted(other * scale, norm + partner, held, kind, OFFSET)
+        if HALF:
+            angle = row * 2 * HALF + place
+            across = tl.where(place < HALF, -other, other)
+            own = tl.where(turns, _turned(own, across, cos + angle, sin + angle, turns, kind), own)
+        if SCALES and head < QUERY_HEADS:
+            own = (own * tl.load(query_scale + row).to(tl.float32)).to(kind).to(tl.float32)
+    slot = tl.load(slots + row) * KV_HEADS + head - QUERY_HEADS
     # three stores, because queries and the pool may have different types
     if head < QUERY_HEADS:
-        _store_halves(query + (row * QUERY_HEADS + head) * 2 * HALF + place, first, second, held, HALF)
+        tl.store(query + (row * QUERY_HEADS + head) * DIM + place, own, mask=held)
     elif head < QUERY_HEADS + KV_HEADS:
-        _store_halves(keys + own, first, second, held, HALF)
+        tl.store(keys + slot * DIM + place, own, mask=held)
     else:
-        _store_halves(values + own - KV_HEADS * 2 * HALF, first, second, held, HALF)
+        tl.store(values + (slot - KV_HEADS) * DIM + place, own, mask=held)
 
 
 @triton.jit
-def _store_halves(to: tl.tensor, first: tl.tensor, second: tl.tensor, held: tl.tensor, HALF: tl.constexpr) -> None:
-    tl.store(to, first, mask=held)
-    tl.store(to + HALF, second, mask=held)
-
-
-@triton.jit
-def _weighted(x: tl.tensor, weight: tl.tensor, held: tl.tensor, kind: tl.constexpr) -> tl.tensor:
-    weighted = x.to(kind).to(tl.float32) * tl.load(weight, mask=held, other=0.0).to(tl.float32)
+def _weighted(x: tl.tensor, weight: tl.tensor, held: tl.tensor, kind: tl.constexpr, OFFSET: tl.constexpr) -> tl.tensor:
+    weights = tl.load(weight, mask=held, other=0.0).to(tl.float32)
+    weighted = x.to(kind).to(tl.float32) * weights if OFFSET is None else (OFFSET + weights) * x
     return weighted.to(kind).to(tl.float32)
 
 

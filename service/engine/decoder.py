@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from drafters.tree import DraftTree
-from kernels.decoder_layer import FUSED_FAMILIES, DecoderLayer, RotaryTable, RowPlaces
+from kernels.decoder_layer import DecoderLayer, RotaryTable, RowPlaces
+from kernels.families import LayerSpec, ModelSpec, QueryScaling, spec_of
 from kernels.layers import QuantisedWeight, RunLayers, Weight, look_up
 from kernels.ops import REFERENCE, Ops
 from kernels.rows import ExtendRows
@@ -39,19 +40,19 @@ class FusedDecoder:
     """Runs a whole model by ops over flat rows, with the model's own embedding, rotary tables, norm and head."""
 
     def __init__(
-        self, model: PreTrainedModel, layers: Sequence[DecoderLayer], device: torch.device, taps: Sequence[int] = ()
+        self,
+        model: PreTrainedModel,
+        spec: ModelSpec,
+        layers: Sequence[DecoderLayer],
+        device: torch.device,
+        taps: Sequence[int] = (),
     ) -> None:
         inner, head = model.get_decoder(), model.get_output_embeddings()
         self._embedding: Weight = inner.get_input_embeddings().weight
-        rotary, text = inner.get_submodule("rotary_emb"), model.config.get_text_config()
-
-        def embed(positions: Tensor) -> tuple[Tensor, Tensor]:
-            dtype = self._embedding.dtype  # model families return cos and sin in this type or in float32
-            cos, sin = rotary(positions.to(dtype), positions[None])
-            return cos[0].to(dtype), sin[0].to(dtype)
-
-        self._rotary = RotaryTable(embed, text.max_position_embeddings, device)
-        self._layers, self._ops = layers, layers[0].ops
+        # transformers rounds it to the type of the embedding
+        self._scale = torch.tensor(spec.embedding_scale, dtype=self._embedding.dtype).item()
+        self._rotary = _rotary_tables(model, spec, self._embedding.dtype, device)
+        self._spec, self._layers, self._ops = spec, layers, layers[0].ops
         self._norm = inner.get_submodule("norm").get_parameter("weight")
         self._head = self._ops.plan_linear(head.weight, head.bias)
         self._taps, self._tapped = tuple(taps), [*dict.fromkeys(taps)]  # in a small model some coincide
@@ -86,17 +87,49 @@ class FusedDecoder:
 
     def embedded(self, tokens: Tensor) -> Tensor:
         """Look up the embeddings of tokens. # [rows] int64 -> [rows, hidden]"""
-        return look_up(tokens, self._embedding)
+        found = look_up(tokens, self._embedding)
+        return found if self._scale == 1 else found * self._scale
 
     def places(self, positions: Tensor, groups: Groups) -> RowPlaces:
-        """Collect rotary embedding, keys and values of a forward's rows. # positions [rows] int64"""
-        return RowPlaces(*self._rotary(positions), groups)
+        """Collect rotary embeddings, keys and values of a forward's rows. # positions [rows] int64"""
+        return RowPlaces({name: table(positions) for name, table in self._rotary.items()}, groups)
 
     def logits(self, hidden: Tensor, delta: Tensor | None, rows: LogitRows) -> Tensor:
         """Compute the logits of `rows`, of all if that is a slice; the last layer's output is `hidden` + `delta`.
         # hidden, delta [rows, hidden] -> [logits, vocab]"""
-        states = self._ops.add_rms_norm(hidden, delta, self._norm, self._layers[-1].epsilon)
-        return self._head(states if isinstance(rows, slice) else states[rows])
+        how = self._spec.epsilon, self._spec.layers[-1].norm_offset
+        states = self._ops.add_rms_norm(hidden, delta, self._norm, *how)
+        logits = self._head(states if isinstance(rows, slice) else states[rows])
+        if self._spec.logit_divisor != 1:
+            logits = logits / self._spec.logit_divisor
+        cap = self._spec.logit_softcap
+        return logits if cap is None else torch.tanh(logits / cap) * cap
+
+
+def _rotary_tables(
+    model: PreTrainedModel, spec: ModelSpec, dtype: torch.dtype, device: torch.device
+) -> dict[str, RotaryTable]:
+    """Build the table of each rotary embedding of the model, by the names of `AttentionSpec.rope`."""
+    rotary, text = model.get_decoder().get_submodule("rotary_emb"), model.config.get_text_config()
+    attention = {layer.attention.rope: layer.attention for layer in spec.layers}
+
+    def table(name: str) -> RotaryTable:
+        def embed(positions: Tensor) -> tuple[Tensor, Tensor]:
+            # Model families return cos and sin in the type of the first argument or in float32, of one half or of both.
+            found = rotary(positions.to(dtype), positions[None], *([name] if name else []))
+            cos, sin = (one[0].to(dtype) for one in found)
+            return (cos, sin) if halves == 1 else (torch.cat((cos, cos), -1), torch.cat((sin, sin), -1))
+
+        halves = 2 if spec.halved_angles else 1
+        scaling = attention[name].query_scaling
+        return RotaryTable(embed, text.max_position_embeddings, device, scaling and partial(_query_scale, scaling))
+
+    return {name: table(name) for name in attention if name is not None}
+
+
+def _query_scale(scaling: QueryScaling, positions: Tensor) -> Tensor:
+    """Compute the factor on queries at these positions. # [positions] int64 -> [positions]"""
+    return 1 + scaling.beta * torch.log1p(torch.floor(positions / scaling.length))
 
 
 @torch.no_grad()
@@ -109,16 +142,18 @@ def layers_of(model: PreTrainedModel, pool: KVPool, ops: Ops, tap_layers: Sequen
     trial = _Trial.of(model, pool, REFERENCE)
     forms, calls, expected = _recorded(model, trial)
     agree = partial(_agree, epsilon=_epsilon(model))
-    difference = _difference(model, trial, forms, calls, expected, agree)
-    if difference is not None:
+    try:
+        spec = spec_of(model.config.get_text_config().to_dict())
+        _refuse_difference(model, spec, trial, forms, calls, expected, agree)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:  # other modules, options or arguments
         count = replace_linears(model, ops)
-        logger.info("%s, so the model runs by its own modules, with %d linear layers by kernels", difference, count)
+        logger.info("%s, so the model runs by its own modules, with %d linear layers by kernels", error, count)
         return ModuleLayers(model, tap_layers)
     layers, stack = list[DecoderLayer](), decoder_layers(model)
-    for form in forms:
-        layers.append(_layer_of(stack[0], form, model, ops))
+    for layer in spec.layers:
+        layers.append(_layer_of(stack[0], layer, spec, ops))
         del stack[0]  # keeps the weights of at most one layer in memory twice
-    decoder = FusedDecoder(model, layers, trial.positions.device, tap_layers)
+    decoder = FusedDecoder(model, spec, layers, trial.positions.device, tap_layers)
     model.set_output_embeddings(nn.Identity())
     found, _ = decoder(*_Trial.of(model, pool, ops))
     if not agree(found, expected, expected):
@@ -181,50 +216,37 @@ def _recorded(model: PreTrainedModel, trial: _Trial) -> tuple[list[AttentionForm
     return modules.forms, calls, logits
 
 
-def _difference(
+def _refuse_difference(
     model: PreTrainedModel,
+    spec: ModelSpec,
     trial: _Trial,
     forms: Sequence[AttentionForm],
     calls: Sequence[_Call],
     logits: Tensor,
     agree: Callable[[Tensor, Tensor, Tensor], bool],
-) -> str | None:
-    """Describe the first difference between ops and modules for the log. Returns None if they agree. The ops are the
+) -> None:
+    """Raise ValueError, with words for the log, at the first difference between ops and modules. The ops are the
     reference in plain torch, which needs no second copy of all weights."""
     layers = decoder_layers(model)
-    try:
-        first = _layer_of(layers[0], forms[0], model, REFERENCE)
-        decoder = FusedDecoder(model, [first], trial.positions.device)
-        places = decoder.places(trial.positions, trial.groups)
-        for index, (module, form, call) in enumerate(zip(layers, forms, calls, strict=True)):
-            hidden = call.hidden.clone()
-            delta = _layer_of(module, form, model, REFERENCE)(hidden, None, places, trial.pool.layer(index))
-            if not agree(hidden + delta, call.output, call.output - call.hidden):
-                return f"layer {index} is not a standard layer"
-        if not torch.equal(decoder.embedded(trial.tokens), calls[0].hidden):
-            return "the embedding is not a plain table"
-        if not agree(decoder.logits(calls[-1].output.clone(), None, trial.logit_rows), logits, logits):
-            return "the last layer is followed by more than a norm and a head"
-    except (AttributeError, TypeError, ValueError) as error:  # the model has other modules, or with other arguments
-        return str(error)
-    return None
+    first = _layer_of(layers[0], spec.layers[0], spec, REFERENCE)
+    decoder = FusedDecoder(model, spec, [first], trial.positions.device)
+    places = decoder.places(trial.positions, trial.groups)
+    for index, (module, own, form, call) in enumerate(zip(layers, spec.layers, forms, calls, strict=True)):
+        hidden, attention = call.hidden.clone(), own.attention
+        if (form.scale, form.window, form.softcap) != (attention.scale, attention.window, attention.softcap):
+            raise ValueError(f"layer {index} calls attention with other options")
+        delta = _layer_of(module, own, spec, REFERENCE)(hidden, None, places, trial.pool.layer(index))
+        if not agree(hidden + delta, call.output, call.output - call.hidden):
+            raise ValueError(f"layer {index} is not a standard layer")
+    if not torch.equal(decoder.embedded(trial.tokens), calls[0].hidden):
+        raise ValueError("the embedding is not a plain table")
+    if not agree(decoder.logits(calls[-1].output.clone(), None, trial.logit_rows), logits, logits):
+        raise ValueError("the last layer is followed by more than a norm and a head")
 
 
-def _layer_of(module: nn.Module, form: AttentionForm, model: PreTrainedModel, ops: Ops) -> DecoderLayer:
-    """Build a layer of ops with the module's weights. Raises ValueError if a standard layer has other weights, or
-    if attention scores are capped."""
-    if form.softcap is not None:
-        raise ValueError("attention scores are capped")
-    text = model.config.get_text_config()
-    return DecoderLayer.of(
-        weights_of(module),
-        ops,
-        FUSED_FAMILIES.get(text.model_type, FUSED_FAMILIES["llama"]),  # the trial decides if it fits others
-        query_heads=text.num_attention_heads,
-        epsilon=float(text.rms_norm_eps),
-        scale=form.scale,
-        window=form.window,
-    )
+def _layer_of(module: nn.Module, own: LayerSpec, spec: ModelSpec, ops: Ops) -> DecoderLayer:
+    """Build a layer of ops with the module's weights. Raises ValueError if these are not what the record says."""
+    return DecoderLayer.of({**weights_of(module), **dict(module.named_buffers())}, ops, own, epsilon=spec.epsilon)
 
 
 def _epsilon(model: PreTrainedModel) -> float:

@@ -20,7 +20,7 @@ from drafters.network.model import SpecBlock
 from drafters.trained.specblock import FusedInput, FusedStructure
 from drafters.trained_kinds import trained_kind
 from drafters.training.initialise import TargetEnd, copy_end
-from kernels.decoder_layer import FUSED_FAMILIES
+from kernels.families import OF_DRAFTERS
 from kernels.layers import dense
 from service.engine.modules import decoder_layers
 from service.engine.modules import weights_of as target_weights_of
@@ -54,10 +54,10 @@ def drafter_config(model: PreTrainedModel, draft_tokens: int = _DRAFT_TOKENS) ->
 
 def layers_for(text: PreTrainedConfig, kind: str = "specblock") -> dict[str, Any]:
     """Build the transformers config of a drafter's layers: the target's own config, or Llama's with the target's sizes
-    if the target's family is not in `FUSED_FAMILIES`. If checkpoints of this kind of drafter always have layers of one
+    if the target's family is not in `OF_DRAFTERS`. If checkpoints of this kind of drafter always have layers of one
     family, its model type replaces the target's."""
     family = trained_kind(kind).config.family
-    if text.model_type in FUSED_FAMILIES:
+    if text.model_type in OF_DRAFTERS:
         own = {name: value for name, value in text.to_dict().items() if name != "_name_or_path"}
         return {**own, "model_type": family, "attention_bias": False, "mlp_bias": False} if family else own
     sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")

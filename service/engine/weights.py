@@ -33,7 +33,7 @@ from transformers import (
 from drafters.network.checkpoint import TargetParts, identity_of
 from drafters.network.model import SpecBlock
 from kernels.cpu import library
-from kernels.decoder_layer import FUSED_FAMILIES
+from kernels.families import OF_DRAFTERS
 from kernels.layers import QuantisedWeight, Weight, even_sample
 from service.engine.checks import refuse_doubled, refuse_incomplete, refuse_unsupported, refuse_unverified
 from service.engine.ends import end_token_ids, gguf_end_ids
@@ -251,8 +251,8 @@ def completed(described: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def has_standard_layers(model: PreTrainedModel) -> bool:
-    """Whether the fused kernels support the target's layers, so that a drafter can copy them."""
-    return model.config.get_text_config().model_type in FUSED_FAMILIES
+    """Whether a drafter can have layers like the target's, and copy them."""
+    return model.config.get_text_config().model_type in OF_DRAFTERS
 
 
 def _embedding_and_head(model: PreTrainedModel) -> tuple[Weight, Weight]:

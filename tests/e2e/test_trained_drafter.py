@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from kernels.decoder_layer import FUSED_FAMILIES
+from kernels.families import OF_DRAFTERS
 from service.assembly import Assembly, assemble
 from service.bench.driver import generate
 from service.bench.lossless import TRAINED_WAYS, check, ordered_cases
@@ -35,7 +35,7 @@ def test_text_is_that_of_plain_decoding(tmp_path: Path, entries: str) -> None:
     assert result.total.accepted_tokens > 0
 
 
-@pytest.mark.parametrize("family", [*FUSED_FAMILIES, "gemma3"])
+@pytest.mark.parametrize("family", [*OF_DRAFTERS, "gemma3"])
 def test_other_families(tmp_path: Path, family: str) -> None:
     folder = tiny_model(family, tmp_path / "model")
     drafter = save_drafter(tmp_path / "drafter", assemble(settings_for(folder)))

@@ -19,6 +19,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
+from kernels import layers
+from kernels.layers import Gate, RotaryRows
 from kernels.memory import Memory
 from kernels.ops import implementation
 from kernels.sample import Filters
@@ -150,11 +152,16 @@ def _launch_layer(dtype: torch.dtype) -> None:
         DEVICE.plan_linear(weight, None)(torch.zeros(number, 4096, dtype=dtype))
     for delta in (None, hidden):
         DEVICE.add_rms_norm(hidden, delta, hidden[0], 1e-5)
-    DEVICE.silu_mul(torch.randn(4, 2 * 14336).to(dtype))
+    DEVICE.add_rms_norm(hidden, None, hidden[0], 1e-5, 1.0)
+    for gate in (Gate("silu"), Gate("gelu_tanh"), Gate("clamped_swiglu", 7.0)):
+        DEVICE.gate_mul(torch.randn(4, 2 * 14336).to(dtype), gate)
     joined, angles = torch.randn(4, 48 * 128).to(dtype), hidden[:, :128].contiguous()
     pool, slots = torch.zeros(2, 10, 8, 128, dtype=dtype), torch.zeros(4, dtype=torch.int64)
     for norms in (None, (angles[0], angles[0]), (joined[0, :4096].clone(), joined[0, :1024].clone())):
-        DEVICE.rotary_store(joined, angles, angles, slots, pool, 32, norms, 1e-5)
+        DEVICE.rotary_store(joined, RotaryRows(angles, angles), slots, pool, layers.Heads(32, norms, 1e-5))
+    part = angles[:, :64].contiguous()
+    DEVICE.rotary_store(joined, RotaryRows(part, part, angles[:, 0].contiguous()), slots, pool, layers.Heads(32))
+    DEVICE.rotary_store(joined, None, slots, pool, layers.Heads(32, (angles[0], angles[0]), 1e-5, 1.0))
 
 
 def main(architecture: int) -> None:

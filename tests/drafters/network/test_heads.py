@@ -17,7 +17,7 @@ from drafters.trained.specblock import AUTHORS
 from drafters.trained_kinds import trained_kind
 from drafters.tree import ROOT
 from kernels import ops
-from kernels.decoder_layer import FUSED_FAMILIES
+from kernels.families import OF_DRAFTERS
 from kernels.lattice import TOP, StartNodes
 from kernels.sample import Filters
 from tests.drafters.network.parts import DRAFT_VOCAB, computed, serves, serving, tiny_drafter
@@ -175,7 +175,7 @@ def in_place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     return bool(request.param)
 
 
-@pytest.mark.parametrize("family", FUSED_FAMILIES)
+@pytest.mark.parametrize("family", OF_DRAFTERS)
 @pytest.mark.parametrize("kind", ["specblock", "treeflash"])
 def test_other_weights_serve_once_they_are_written(family: str, kind: str, in_place: bool) -> None:
     models = [tiny_drafter(family, seed, kind=kind, **trained_kind(kind).shape) for seed in (0, 1)]

@@ -9,7 +9,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from drafters.network.layers import LayerShape
 from drafters.network.rotary import Rotary
-from kernels.decoder_layer import FUSED_FAMILIES
+from kernels.families import OF_DRAFTERS
 
 SIZES: dict[str, Any] = {
     "hidden_size": 256,
@@ -50,7 +50,7 @@ def test_a_scaling_by_the_length_of_the_text_is_refused() -> None:
         Rotary({**SIZES, "rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, 64)
 
 
-@pytest.mark.parametrize("family", FUSED_FAMILIES)
+@pytest.mark.parametrize("family", OF_DRAFTERS)
 def test_sizes_are_read_as_transformers_reads_them(family: str) -> None:
     config = AutoConfig.for_model(family, **SIZES)
     shape, heads = LayerShape.of(config.to_dict()), (config.num_attention_heads, config.num_key_value_heads)

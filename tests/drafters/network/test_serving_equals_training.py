@@ -14,7 +14,7 @@ from drafters.trained.specblock import AUTHORS, FusedInput
 from drafters.trained_kinds import TRAINED_KINDS, trained_kind
 from drafters.training.corpus import Batch
 from drafters.training.forward import forward_of as training_forward_of
-from kernels.decoder_layer import FUSED_FAMILIES
+from kernels.families import OF_DRAFTERS
 from kernels.lattice import Picked, StartNodes
 from tests.drafters.network.parts import serving, tiny_drafter, tiny_embedding
 
@@ -88,7 +88,7 @@ DEPTH = 4
 
 
 @pytest.mark.parametrize("changes", VARIANTS, ids=str)
-@pytest.mark.parametrize("family", FUSED_FAMILIES)
+@pytest.mark.parametrize("family", OF_DRAFTERS)
 def test_first_and_later_blocks(family: str, changes: dict[str, Any]) -> None:
     model = tiny_drafter(family, **({"block_size": BLOCK} | changes))
     text = Text(model)

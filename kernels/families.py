@@ -1,0 +1,292 @@
+"""What differs between model families, layer by layer.
+
+A family is a function from a model's transformers config to the records of its layers. All that computes layers reads
+these records: the reference and kernels of `kernels.layers` through `DecoderLayer`, the KV pool, and drafters. To add a
+family, write its function and enter it in `FAMILIES`; what a record cannot say runs by the model's own modules.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Generic, Literal, NamedTuple, TypeVar
+
+from kernels.experts import Router
+from kernels.layers import Gate
+
+T = TypeVar("T")
+Config = Mapping[str, Any]
+"""A transformers config as a dict, with all default values filled in."""
+
+
+class Norms(NamedTuple, Generic[T]):
+    """One value for each position of a decoder layer that can have a norm; None where it has no norm."""
+
+    attention_input: T
+    attention_output: T  # applied before the output is added to the hidden states; so is `mlp_output`
+    mlp_input: T
+    mlp_output: T
+
+
+PRE_NORM = Norms[str | None]("input_layernorm", None, "post_attention_layernorm", None)
+POST_NORM = Norms[str | None](None, "post_attention_layernorm", None, "post_feedforward_layernorm")
+BOTH_NORMS = Norms[str | None](
+    "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"
+)
+
+
+class QueryScaling(NamedTuple):
+    """Factor on the queries of later positions, 1 + beta ln(1 + floor(position / length)) (Llama 4, Ministral 3)."""
+
+    beta: float
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionSpec:
+    """Attention of one layer."""
+
+    query_heads: int
+    kv_heads: int
+    dim: int  # of a head
+    scale: float  # factor on the scores before softmax
+    window: int | None = None  # number of last positions that a row sees; None: all
+    softcap: float | None = None
+    rope: str | None = ""  # layer type whose rotary embedding applies, "" for a model's only one; None: no rotation
+    norms: Literal["head", "projection"] | None = None  # what a norm of queries or keys spans; None without such norms
+    sinks: bool = False  # softmax has one more logit per head, without a value
+    query_scaling: QueryScaling | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class FeedForwardSpec:
+    """Feed-forward of one layer: down(gate(gate_up(x))), by the whole layer or by chosen experts."""
+
+    gate: Gate = Gate("silu")  # noqa: RUF009 - it is frozen
+    router: Router | None = None  # how experts are chosen; None: a dense feed-forward
+    router_name: str = "gate"  # module of the router within `mlp`
+    shared: str | None = None  # module within `mlp` of a dense feed-forward that is added to the experts' output
+    transposed: bool = False  # dense experts are stored [experts, in, out], with gate and up columns interleaved
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSpec:
+    """One decoder layer."""
+
+    attention: AttentionSpec
+    feed_forward: FeedForwardSpec = FeedForwardSpec()
+    norms: Norms[str | None] = PRE_NORM  # module names in transformers
+    norm_offset: float | None = None  # norms weight by offset + weight in float32; None: by the weight, after rounding
+    residual: float = 1.0  # factor on the outputs of attention and feed-forward before they are added
+    biases: tuple[bool, bool, bool] = (False, False, False)  # in q, k and v; attention output; dense feed-forward
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
+    """The layers of a model, and what comes before and after them."""
+
+    layers: tuple[LayerSpec, ...]
+    epsilon: float  # of all norms
+    embedding_scale: float = 1.0
+    logit_divisor: float = 1.0  # of logits, before the cap
+    logit_softcap: float | None = None
+    halved_angles: bool = False  # transformers returns cosines and sines of one half of the rotated columns
+
+
+def spec_of(config: Config) -> ModelSpec:
+    """Return the records of a model; a family that is not in `FAMILIES` is described as Llama. Raises ValueError or
+    KeyError for options that records cannot say."""
+    return FAMILIES.get(config["model_type"], llama)(config)
+
+
+def windows_of(config: Config) -> list[int | None]:
+    """Return the window of each layer's attention, None where it sees all positions."""
+    window = config.get("sliding_window") if config.get("use_sliding_window", True) else None
+    kinds = config.get("layer_types") or ["sliding_attention"] * config["num_hidden_layers"]
+    return [window if kind == "sliding_attention" else None for kind in kinds]
+
+
+def _layer(config: Config, window: int | None, **attention: Any) -> LayerSpec:
+    """Describe a layer of Llama with another attention."""
+    heads: int = config["num_attention_heads"]
+    dim: int = config.get("head_dim") or config["hidden_size"] // heads
+    biased = bool(config.get("attention_bias"))
+    return LayerSpec(
+        AttentionSpec(
+            query_heads=heads,
+            kv_heads=config.get("num_key_value_heads") or heads,
+            dim=dim,
+            window=window,
+            **{"scale": dim**-0.5, **attention},
+        ),
+        biases=(biased, biased, bool(config.get("mlp_bias"))),
+    )
+
+
+def _model(config: Config, layers: list[LayerSpec], **other: Any) -> ModelSpec:
+    return ModelSpec(tuple(layers), float(config.get("rms_norm_eps", 1e-6)), **other)
+
+
+def llama(config: Config) -> ModelSpec:
+    """Llama, Mistral and others alike."""
+    return _model(config, [_layer(config, window) for window in windows_of(config)])
+
+
+def qwen2(config: Config) -> ModelSpec:
+    layers = [replace(layer, biases=(True, *layer.biases[1:])) for layer in llama(config).layers]
+    return _model(config, layers)
+
+
+def qwen3(config: Config) -> ModelSpec:
+    return _model(config, [_layer(config, window, norms="head") for window in windows_of(config)])
+
+
+def olmo2(config: Config) -> ModelSpec:
+    """OLMo 2, and OLMo 3 with a rotary embedding for each layer type."""
+    kinds = config["layer_types"] if config["model_type"] == "olmo3" else [""] * config["num_hidden_layers"]
+    layers = [
+        _layer(config, window, norms="projection", rope=kind)
+        for window, kind in zip(windows_of(config), kinds, strict=True)
+    ]
+    return _model(config, [replace(layer, norms=POST_NORM) for layer in layers])
+
+
+def exaone4(config: Config) -> ModelSpec:
+    """With windows, layers without one do not rotate."""
+    rotates_all = config.get("sliding_window") is None
+    layers = [
+        _layer(config, window, norms="head", rope="" if rotates_all or window else None)
+        for window in windows_of(config)
+    ]
+    return _model(config, [replace(layer, norms=POST_NORM) for layer in layers])
+
+
+def smollm3(config: Config) -> ModelSpec:
+    pairs = zip(windows_of(config), config["no_rope_layers"], strict=True)
+    return _model(config, [_layer(config, window, rope="" if rotates else None) for window, rotates in pairs])
+
+
+def granite(config: Config) -> ModelSpec:
+    layer = _layer(config, None, scale=config["attention_multiplier"])
+    layer = replace(layer, residual=config["residual_multiplier"])
+    return _model(
+        config,
+        [layer] * config["num_hidden_layers"],
+        embedding_scale=config["embedding_multiplier"],
+        logit_divisor=config["logits_scaling"],
+    )
+
+
+def ministral3(config: Config) -> ModelSpec:
+    rope = config["rope_parameters"]
+    scaling = QueryScaling(rope["llama_4_scaling_beta"], rope["original_max_position_embeddings"])
+    return _model(config, [_layer(config, window, query_scaling=scaling) for window in windows_of(config)])
+
+
+def gemma(config: Config) -> ModelSpec:
+    """Gemma 1 to 3: norms on both sides from Gemma 2 on, norms of heads and two rotary embeddings from Gemma 3 on."""
+    kind = config["model_type"]
+    kinds = config.get("layer_types") or ["full_attention"] * config["num_hidden_layers"]
+    attention: dict[str, Any] = {} if kind == "gemma" else {"scale": config["query_pre_attn_scalar"] ** -0.5}
+    if kind == "gemma3_text":
+        attention["norms"] = "head"
+    layers = [
+        replace(
+            _layer(
+                config,
+                config["sliding_window"] if one == "sliding_attention" else None,
+                softcap=config.get("attn_logit_softcapping"),
+                rope=one if kind == "gemma3_text" else "",
+                **attention,
+            ),
+            feed_forward=FeedForwardSpec(Gate("gelu_tanh")),
+            norms=PRE_NORM if kind == "gemma" else BOTH_NORMS,
+            norm_offset=1.0,
+        )
+        for one in kinds
+    ]
+    scale = config["hidden_size"] ** 0.5
+    return _model(config, layers, embedding_scale=scale, logit_softcap=config.get("final_logit_softcapping"))
+
+
+def _sparse(config: Config, router: Router, **other: Any) -> FeedForwardSpec:
+    if config.get("hidden_act", "silu") != "silu":
+        raise ValueError(f"experts are gated by {config['hidden_act']}")
+    return FeedForwardSpec(router=router, **other)
+
+
+def mixtral(config: Config) -> ModelSpec:
+    experts = _sparse(config, Router(config["num_experts_per_tok"], "softmax", normalised=True))
+    return _model(config, [replace(layer, feed_forward=experts) for layer in llama(config).layers])
+
+
+def qwen3_moe(config: Config) -> ModelSpec:
+    """Qwen3 with experts in every `decoder_sparse_step`-th layer."""
+    router = Router(config["num_experts_per_tok"], "softmax", normalised=bool(config["norm_topk_prob"]))
+    experts, step, dense = _sparse(config, router), config["decoder_sparse_step"], config.get("mlp_only_layers") or ()
+    layers = [
+        replace(layer, feed_forward=experts) if index not in dense and (index + 1) % step == 0 else layer
+        for index, layer in enumerate(qwen3(config).layers)
+    ]
+    return _model(config, layers)
+
+
+def olmoe(config: Config) -> ModelSpec:
+    if config.get("clip_qkv") is not None:
+        raise ValueError("queries, keys and values are clipped")
+    router = Router(config["num_experts_per_tok"], "softmax", normalised=bool(config["norm_topk_prob"]))
+    layers = [_layer(config, None, norms="projection") for _ in range(config["num_hidden_layers"])]
+    return _model(config, [replace(layer, feed_forward=_sparse(config, router)) for layer in layers])
+
+
+def glm4_moe(config: Config) -> ModelSpec:
+    """GLM-4.5: the first layers are dense, the others have experts and a shared one."""
+    router = Router(
+        config["num_experts_per_tok"],
+        "sigmoid",
+        normalised=bool(config["norm_topk_prob"]),
+        scale=config["routed_scaling_factor"],
+        groups=config["n_group"],
+        chosen_groups=config["topk_group"],
+    )
+    experts, dense = _sparse(config, router, shared="shared_experts"), config["first_k_dense_replace"]
+    layer = _layer(config, None, norms="head" if config["use_qk_norm"] else None)
+    layer = replace(layer, biases=(layer.biases[0], False, False))
+    sparse = replace(layer, feed_forward=experts)
+    return _model(config, [layer if index < dense else sparse for index in range(config["num_hidden_layers"])])
+
+
+def gpt_oss(config: Config) -> ModelSpec:
+    experts = FeedForwardSpec(
+        Gate("clamped_swiglu", config["swiglu_limit"]),
+        Router(config["num_experts_per_tok"], "softmax_of_chosen", normalised=False),
+        router_name="router",
+        transposed=True,
+    )
+    layers = [_layer(config, window, sinks=True) for window in windows_of(config)]
+    return _model(config, [replace(layer, feed_forward=experts) for layer in layers], halved_angles=True)
+
+
+FAMILIES: Mapping[str, Callable[[Config], ModelSpec]] = {
+    "llama": llama,
+    "mistral": llama,
+    "phi3": llama,
+    "qwen2": qwen2,
+    "qwen3": qwen3,
+    "olmo2": olmo2,
+    "olmo3": olmo2,
+    "exaone4": exaone4,
+    "smollm3": smollm3,
+    "granite": granite,
+    "ministral3": ministral3,
+    "gemma": gemma,
+    "gemma2": gemma,
+    "gemma3_text": gemma,
+    "mixtral": mixtral,
+    "qwen3_moe": qwen3_moe,
+    "olmoe": olmoe,
+    "glm4_moe": glm4_moe,
+    "gpt_oss": gpt_oss,
+}
+"""Families whose layers can run as ops, by their `model_type` in transformers."""
+
+OF_DRAFTERS = ("llama", "mistral", "qwen2", "qwen3", "olmo2")
+"""Families whose layers a drafter can have: dense, with one rotary embedding."""
