@@ -180,6 +180,7 @@ def load_target(config: ServiceConfig, device: torch.device, dtype: torch.dtype 
             begin_drafter=begin_drafter(config),
             in_blocks=in_blocks,
             unverified=config.unverified,
+            max_model_len=config.max_model_len,
         )
     return replace(loaded, in_8_bits=in_8_bits)
 
@@ -196,7 +197,10 @@ def _draft_model(
     if "model" not in drafter_needs(drafter_name):
         return None
     name = str(config.drafter_path)
-    settings = config.model_copy(update={"model": name, "drafter": "none", "drafter_path": None})
+    length = limits.max_model_len
+    settings = config.model_copy(
+        update={"model": name, "drafter": "none", "drafter_path": None, "max_model_len": length}
+    )
     found = load_target(settings, loaded.model.device)
     return draft_model_of(found, loaded, name=name, max_model_len=limits.max_model_len)
 
@@ -295,7 +299,7 @@ def start_up_line(assembly: Assembly) -> str:
     return (
         f"adaptree {__version__}: model {assembly.config.public_model_name}{unverified}, device {target.device}, "
         f"dtype {loaded.dtype_name}, KV cache {target.pool.num_slots - 1} tokens, "
-        f"context {assembly.limits.max_model_len}, steps {steps}, numerics: {assembly.numerics}, kernels: {kernels}, "
+        f"context {assembly.limits.max_model_len}{loaded.rope}, steps {steps}, numerics: {assembly.numerics}, kernels: {kernels}, "
         f"drafter {assembly.drafter_name}, ends {names_of_ends(loaded.eos_token_ids, loaded.tokenizer)}"
     )
 

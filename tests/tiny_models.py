@@ -16,7 +16,13 @@ import torch
 from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
 
 from service.engine.weights import LoadedModel, load_model
 
@@ -185,7 +191,9 @@ def load(folder: Path, dtype: torch.dtype = torch.float32, *, unverified: bool =
 
 
 def stock(folder: Path, dtype: torch.dtype = torch.float32, gguf_file: str | None = None) -> PreTrainedModel:
-    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=dtype, gguf_file=gguf_file)
+    whole = gguf_file is None and hasattr(AutoConfig.from_pretrained(folder), "vision_config")
+    kind = AutoModelForImageTextToText if whole else AutoModelForCausalLM
+    model = kind.from_pretrained(folder, attn_implementation="eager", dtype=dtype, gguf_file=gguf_file)
     assert isinstance(model, PreTrainedModel)
     model.eval().requires_grad_(False)
     return model

@@ -1,6 +1,7 @@
 """Checks by config, model type and tensors whether a target can be served; the errors name the cause."""
 
 import json
+import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -30,8 +31,11 @@ VERIFIED = frozenset(
 """Model types of transformers whose logits are compared with those of other engines by `tests/conformance`. A type is
 added together with its row in that suite."""
 
-_OF_A_DRAFTER = "model.mtp_layers."
-"""Prefix of the drafter weights in a target's files; `drafters/trained` reads them."""
+_NOT_OF_THE_TEXT = re.compile(
+    r"model\.mtp_layers\.|(model\.)?\w*(vision|visual|image|audio|video|modal|connector|projector)\w*(\.|$)"
+)
+"""Weights in a target's files that its text model does not have: of a drafter, which `drafters/trained` reads, and of
+other modalities, which nothing reads."""
 _INDEX = "model.safetensors.index.json"
 
 
@@ -48,16 +52,30 @@ def refuse_unsupported(full_config: PreTrainedConfig) -> None:
     rope = getattr(config, "rope_parameters", None) or {}
     for parameters in (rope, *rope.values()):  # `rope` holds the parameters of all layers, or those of each layer type
         kind = parameters.get("rope_type") if isinstance(parameters, dict) else None
-        if kind in ("dynamic", "longrope"):
+        if kind == "dynamic":
             raise StartupError(
                 f"model type {config.model_type!r} scales rotary positions by {kind!r}, with which the text of one "
-                "request depends on the length of others; use a checkpoint with rope_type default, linear, yarn or "
-                "llama3"
+                "request depends on the length of others; use a checkpoint with rope_type default, linear, yarn, "
+                "longrope or llama3"
             )
     if not _takes_attention(full_config) or getattr(config, "max_position_embeddings", None) is None:
         raise StartupError(
             f"model type {config.model_type!r} has an attention of its own, which adaptree cannot replace"
         )
+
+
+def fix_longrope(config: PreTrainedConfig, max_model_len: int | None) -> str:
+    """Choose longrope's factors once for all requests: the short ones if no text is longer than the model was
+    originally trained for, else the long ones. transformers chooses them by the longest text of a forward, so that
+    the text of one request would depend on others. Returns the choice for the start-up line, or nothing without
+    longrope."""
+    rope = getattr(config.get_text_config(), "rope_parameters", None) or {}
+    if rope.get("rope_type") != "longrope":
+        return ""
+    trained, longest = rope["original_max_position_embeddings"], max_model_len or config.max_position_embeddings
+    chosen = "long" if longest > trained else "short"
+    rope["short_factor"] = rope["long_factor"] = rope[f"{chosen}_factor"]
+    return f" (longrope: {chosen} factors; originally {trained})"
 
 
 def _takes_attention(config: PreTrainedConfig) -> bool:
@@ -117,7 +135,7 @@ def refuse_incomplete(report: Mapping[str, Collection[Any]], config: PreTrainedC
             f"the files contain no weights for {', '.join(missing[:3])} ({len(missing)} in all)"
             + (tied if missing == ["lm_head.weight"] else "")
         )
-    unread = [key for key in others if not key.startswith(_OF_A_DRAFTER)]
+    unread = [key for key in others if not _NOT_OF_THE_TEXT.match(key)]
     if unread:
         raise StartupError(
             f"the files contain {', '.join(unread[:3])} ({len(unread)} in all), which a model of type "

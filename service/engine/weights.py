@@ -10,7 +10,7 @@ import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any, cast
@@ -21,6 +21,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import (
     CONFIG_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -35,7 +36,7 @@ from drafters.network.model import SpecBlock
 from kernels.cpu import library
 from kernels.families import OF_DRAFTERS
 from kernels.layers import QuantisedWeight, Weight, even_sample
-from service.engine.checks import refuse_doubled, refuse_incomplete, refuse_unsupported, refuse_unverified
+from service.engine.checks import fix_longrope, refuse_doubled, refuse_incomplete, refuse_unsupported, refuse_unverified
 from service.engine.ends import end_token_ids, gguf_end_ids
 from service.engine.gguf_config import config_of
 from service.engine.gguf_file import load_gguf
@@ -57,6 +58,8 @@ _READ_AS = {"mimo": "qwen2"}
 """Model types that are loaded as another one with the same layers; their additional weights belong to a drafter
 (drafters/trained)."""
 _OF_THE_FAMILY = ("model_type", "architectures", "auto_map", "attention_bias")  # fields that are not copied
+_TEXT_NAMES = {r"^language_model\.lm_head": "lm_head", r"^(?:model\.)?(?:language|text)_model\.(?:model\.)?": "model."}
+"""How files of multimodal models name the weights of their text model, and how the text model itself names them."""
 
 BeginDrafter = Callable[[PreTrainedModel, str], SpecBlock | None]
 """Builds the initial drafter of a target from its model and identity. Returns None if learning starts without one."""
@@ -77,6 +80,7 @@ class LoadedModel:
     num_parameters: int
     in_blocks: bool = False  # whether all matrices are kept as the quantised blocks of a GGUF file
     in_8_bits: bool = False  # whether linear layers quantise their weights to 8 bits
+    rope: str = ""  # what was decided about rotary positions, for the start-up line
     initial_drafter: SpecBlock | None = None  # drafter from which learning starts; None if there is none
 
     @property
@@ -96,7 +100,7 @@ class LoadedModel:
 class Described:
     """A target's configuration and tokenizer, read and checked before its weights are loaded."""
 
-    config: PreTrainedConfig
+    config: PreTrainedConfig  # of the text model, if the files hold a multimodal one
     tokenizer: PreTrainedTokenizerBase
     eos_token_ids: frozenset[int]  # tokens that end an answer
     file: GGUFFile | None  # None for safetensors in a folder or on the hub
@@ -109,7 +113,8 @@ def describe(name: str, *, revision: str | None, unverified: bool) -> Described:
     revision = revision or "main"
     with _naming(name):
         file = None if path is None else open_gguf(path)
-        config = _read_config(resolve(name), revision) if file is None else config_of(file)
+        whole = _read_config(resolve(name), revision) if file is None else config_of(file)
+        config = _text_of(whole)
         refuse_unsupported(config)
         refuse_unverified(config.get_text_config().model_type, allowed=unverified)
         if file is not None:
@@ -117,11 +122,11 @@ def describe(name: str, *, revision: str | None, unverified: bool) -> Described:
             config.eos_token_id = sorted(gguf_end_ids(file.fields, tokenizer)) or None
         else:
             tokenizer = AutoTokenizer.from_pretrained(
-                resolve(name), config=config, revision=revision, trust_remote_code=False
+                resolve(name), config=whole, revision=revision, trust_remote_code=False
             )
             with suppress(OSError, TypeError):  # the file is optional
                 generation = GenerationConfig.from_pretrained(resolve(name), revision=revision)
-        return Described(config, tokenizer, end_token_ids(config, generation, tokenizer), file)
+        return Described(config, tokenizer, end_token_ids(whole, generation, tokenizer), file)
 
 
 def load_model(
@@ -133,16 +138,19 @@ def load_model(
     begin_drafter: BeginDrafter | None = None,
     in_blocks: bool = False,
     unverified: bool = False,
+    max_model_len: int | None = None,
 ) -> LoadedModel:
     """Load weights and tokenizer. `begin_drafter`: builds the initial drafter, if one is wanted; `in_blocks`: keep the
-    quantised blocks of a GGUF file; `unverified`: see `describe`. Raises StartupError with cause and remedy."""
+    quantised blocks of a GGUF file; `unverified`: see `describe`; `max_model_len`: longest text, or None for the
+    model's own limit. Raises StartupError with cause and remedy."""
     described = describe(name, revision=revision, unverified=unverified)
+    rope = fix_longrope(described.config, max_model_len)
     with _naming(name):
         if described.file is not None:
             model = load_gguf(described.file, described.config, dtype, ATTENTION_NAME, in_blocks=in_blocks)
         else:
             model = _from_folder(resolve(name), described.config, dtype, revision or "main")
-    return _made_ready(model, described, device, begin_drafter)
+    return replace(_made_ready(model, described, device, begin_drafter), rope=rope)
 
 
 @contextmanager
@@ -168,6 +176,7 @@ def _from_folder(source: str, config: PreTrainedConfig, dtype: torch.dtype, revi
         ignore_mismatched_sizes=True,  # `refuse_incomplete` refuses them with their names
         revision=revision,
         trust_remote_code=False,
+        key_mapping=_TEXT_NAMES,
     )
     model, report = loaded
     refuse_incomplete(report, config)
@@ -181,7 +190,7 @@ def target_config(name: str, *, revision: str | None) -> dict[str, Any]:
     with _naming(name):
         if file is not None:
             return config_of(open_gguf(file)).to_dict()
-        return _read_config(resolve(name), revision or "main").get_text_config().to_dict()
+        return _text_of(_read_config(resolve(name), revision or "main")).get_text_config().to_dict()
 
 
 def _read_config(source: str, revision: str) -> PreTrainedConfig:
@@ -197,6 +206,16 @@ def _read_config(source: str, revision: str) -> PreTrainedConfig:
     if (getattr(text, "pad_token_id", None) or 0) >= text.vocab_size:
         text.pad_token_id = None  # unused here, but transformers rejects an id beyond the embedding
     return config
+
+
+def _text_of(whole: PreTrainedConfig) -> PreTrainedConfig:
+    """Return the configuration of a multimodal model's text model, which is served, or `whole` itself."""
+    text: PreTrainedConfig | None = getattr(whole, "text_config", None)
+    if text is None or whole.is_encoder_decoder or MODEL_FOR_CAUSAL_LM_MAPPING.get(type(text), None) is None:
+        return whole
+    # Either may say that the output layer is the embedding; transformers unties them if the files have both.
+    text.tie_word_embeddings = text.tie_word_embeddings or getattr(whole, "tie_word_embeddings", False)
+    return text
 
 
 def _made_ready(

@@ -12,7 +12,13 @@ from zlib import crc32
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 
 from tests.tiny_models import EOS_ID, VOCAB_SIZE, tiny_tokenizer
 
@@ -37,6 +43,7 @@ class Checkpoint:
     options: Options = field(default_factory=dict)
     gguf: str = ""  # the architecture as llama.cpp names it; empty: llama.cpp's converter makes no such file
     left_out: str = ""  # why llama.cpp does not apply the options, which the makers' code does
+    within: str = ""  # the multimodal type in whose files it comes as the text model
 
     def __str__(self) -> str:
         return f"{self.family}, {self.kind}" if self.kind else self.family
@@ -101,6 +108,48 @@ _OLMO3_PLAIN: Options = {"YaRN": _by_layers(_DEFAULT[5e5], _DEFAULT[5e5]), **_NO
 _GRANITE_PLAIN: Options = {**_NO_MULTIPLIERS, "attention_multiplier": {"attention_multiplier": 0.125}, **_UNTIED}
 _SMOLLM3_PLAIN: Options = {"layers without rope": {"no_rope_layers": [1] * 4}, **_UNTIED}
 
+_EXPERTS: Values = {"num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 128}
+_MIXTRAL: Values = {"num_local_experts": 8, **_NO_WINDOW, **_rope(1e6)}
+_QWEN3_MOE = _EXPERTS | {"head_dim": 64, "norm_topk_prob": True} | _rope(1e6)
+_OLMOE: Values = {"num_experts": 16, "num_experts_per_tok": 4, "intermediate_size": 128, **_ALL_HEADS}
+_GLM45: Values = {"num_local_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 128, "head_dim": 64}
+_GLM45 |= {"attention_bias": True} | _rope(1e6, partial_rotary_factor=0.5)
+_GLM45_FULL = _GLM45 | {"use_qk_norm": True, "routed_scaling_factor": 2.5, "n_group": 4, "topk_group": 2}
+_GPT_OSS: Values = {"num_local_experts": 16, "num_experts_per_tok": 4, "head_dim": 64, **_WINDOWED, "swiglu_limit": 2.0}
+_GPT_OSS |= {"intermediate_size": 128} | _rope(150_000.0, "yarn", truncate=False, **_YARN)
+_EXAONE4: Values = {"num_hidden_layers": 4, **_WINDOWED, **_rope(1e6, "llama3", **_LLAMA3)}
+_COHERE2: Values = {"num_hidden_layers": 4, **_WINDOWED, **_TIED, "logit_scale": 0.25, **_rope(5e4)}
+_MINISTRAL3_ROPE: Values = {**_YARN, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.5}
+_MINISTRAL3: Values = {"head_dim": 32, **_rope(1e6, "yarn", **_MINISTRAL3_ROPE)}
+_UNSCALED_QUERIES: Options = {"scale by position": _rope(1e6, "yarn", **(_MINISTRAL3_ROPE | {"llama_4_scaling_beta": 0}))}
+_LONGROPE: Values = {"original_max_position_embeddings": _TRAINED, **_NO_WINDOW}
+
+
+def _factors(count: int) -> Values:
+    """Factors of longrope for so many frequencies, as the makers have searched them: growing, from 1 up."""
+    longer = [1.0 + 20.0 * (place / count) ** 2 for place in range(count)]
+    return {"short_factor": [1.0 + 0.1 * place / count for place in range(count)], "long_factor": longer}
+
+
+_PHI35 = _LONGROPE | _ALL_HEADS | _rope(1e4, "longrope", **_factors(32))
+_PHI4 = _LONGROPE | _TIED | _rope(1e4, "longrope", partial_rotary_factor=0.75, **_factors(24))
+_GEMMA4_ROPE = _by_layers(_rope(1e6, "proportional", partial_rotary_factor=0.25)["rope_parameters"], _DEFAULT[1e4])
+_GEMMA4_WHOLE = _by_layers(_rope(1e6, "proportional", partial_rotary_factor=1.0)["rope_parameters"], _DEFAULT[1e4])
+_GEMMA4: Values = {**_TIED, "pad_token_id": 0, **_WINDOWED, **_GEMMA4_ROPE, "head_dim": 64, "global_head_dim": 128, "num_hidden_layers": 6}
+_GEMMA4 |= {"layer_types": (["sliding_attention"] * 2 + ["full_attention"]) * 2, "final_logit_softcapping": 6.0}
+_GEMMA4_EDGE = _GEMMA4 | {"hidden_size_per_layer_input": 32, "vocab_size_per_layer_input": VOCAB_SIZE}
+_GEMMA4_EDGE |= {"num_kv_shared_layers": 3, "use_double_wide_mlp": True, "num_key_value_heads": 1}
+_GEMMA4_LARGE = _GEMMA4 | {"hidden_size_per_layer_input": 0, "attention_k_eq_v": True, "num_global_key_value_heads": 1}
+_GEMMA4_MOE = _GEMMA4_LARGE | {"enable_moe_block": True, "num_experts": 16, "top_k_experts": 4}
+_GEMMA4_MOE |= {"moe_intermediate_size": 128}
+_GEMMA4_PLAIN: Options = {
+    "partial rope": _GEMMA4_WHOLE,
+    "final_softcapping": {"final_logit_softcapping": None},
+    **_NO_WINDOWS,
+}
+_UNNORMED_SCORES: Options = {"sum of scores": {"norm_topk_prob": False}}
+_FEWER_EXPERTS: Options = {"experts": {"num_experts_per_tok": 1}}
+
 CHECKPOINTS = (
     Checkpoint("Llama 2", "", "llama", _ALL_HEADS, _BASE, "llama"),
     Checkpoint("Llama 2", "linear rope", "llama", _rope(1e4, "linear", factor=4.0), {"linear": _rope()}, "llama"),
@@ -132,7 +181,32 @@ CHECKPOINTS = (
     Checkpoint("GLM-4", "0414", "glm4", {"head_dim": 64}, {"qkv bias": "proj.bias", **_WHOLE_ROPE}, "glm4"),
     Checkpoint("StarCoder2", "", "starcoder2", _TIED | _rope(1e5), {"biases": "bias", **_UNTIED}, "starcoder2"),
     Checkpoint("StarCoder2", "window", "starcoder2", _WINDOWED, {"window": _NO_WINDOW}),
+    Checkpoint("Gemma 3", "in a multimodal model", "gemma3_text", _GEMMA3, _GEMMA3_PLAIN, within="gemma3"),
+    Checkpoint("Mistral Small 3", "", "mistral", _NO_WINDOW | {"head_dim": 32}, _BASE, within="mistral3"),
+    Checkpoint("Ministral 3", "", "ministral3", _MINISTRAL3, _UNSCALED_QUERIES, within="mistral3"),
+    Checkpoint("Phi-3.5", "longrope", "phi3", _PHI35, {"longrope": _rope()}),
+    Checkpoint("Phi-4 mini", "longrope", "phi3", _PHI4, {"longrope": _rope(partial_rotary_factor=0.75)}),
+    Checkpoint("Mixtral", "", "mixtral", _MIXTRAL, _FEWER_EXPERTS | _USUAL_BASE),
+    Checkpoint("Qwen3, experts", "", "qwen3_moe", _QWEN3_MOE, _UNNORMED | _UNNORMED_SCORES | _FEWER_EXPERTS),
+    Checkpoint("OLMoE", "", "olmoe", _OLMOE, _UNNORMED | _FEWER_EXPERTS),
+    Checkpoint("GLM-4.5", "Air", "glm4_moe", _GLM45, {"qkv bias": "proj.bias", **_FEWER_EXPERTS}),
+    Checkpoint("GLM-4.5", "", "glm4_moe", _GLM45_FULL, {"scale": {"routed_scaling_factor": 1.0}, **_UNNORMED}),
+    Checkpoint("gpt-oss", "", "gpt_oss", _GPT_OSS, {"sinks": "sinks", "biases": "bias", "windows": _WIDE}),
+    Checkpoint("EXAONE 4", "", "exaone4", _EXAONE4, _UNNORMED | _NO_WINDOWS),
+    Checkpoint("Command R7B", "", "cohere2", _COHERE2, {"logit_scale": {"logit_scale": 1.0}, **_NO_WINDOWS}),
+    Checkpoint("Gemma 4", "per-layer embeddings", "gemma4_text", _GEMMA4_EDGE, _GEMMA4_PLAIN, within="gemma4"),
+    Checkpoint("Gemma 4", "dense", "gemma4_text", _GEMMA4_LARGE, _GEMMA4_PLAIN, within="gemma4"),
+    Checkpoint("Gemma 4", "experts", "gemma4_text", _GEMMA4_MOE, {"experts": {"top_k_experts": 1}}, within="gemma4"),
 )
+
+
+_VISION: Values = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+_VISION |= {"image_size": 32, "patch_size": 8}
+_TOWERS: dict[str, Values] = {
+    "gemma3": {"vision_config": {"model_type": "siglip_vision_model", **_VISION}, "mm_tokens_per_image": 4},
+    "gemma4": {"vision_config": {"model_type": "gemma4_vision", **_VISION}},
+    "mistral3": {"vision_config": {"model_type": "pixtral", **_VISION}},
+}
 
 
 def made(checkpoint: Checkpoint, *without: str) -> PreTrainedModel:
@@ -151,10 +225,24 @@ def made(checkpoint: Checkpoint, *without: str) -> PreTrainedModel:
     return other
 
 
-def save(model: PreTrainedModel, folder: Path, dtype: torch.dtype = torch.float32, *, sharded: bool = False) -> Path:
-    """Save a model and a tokenizer, as transformers does. Returns the folder."""
-    copied: PreTrainedModel = AutoModelForCausalLM.from_config(model.config, dtype=dtype)
-    copied.load_state_dict(model.state_dict())
+def save(
+    model: PreTrainedModel,
+    folder: Path,
+    dtype: torch.dtype = torch.float32,
+    *,
+    sharded: bool = False,
+    within: str = "",
+) -> Path:
+    """Save a model and a tokenizer, as transformers does, `within` a multimodal model of that type or alone. Returns
+    the folder."""
+    text = model.config
+    shared: Values = {"text_config": text.to_dict(), "tie_word_embeddings": text.tie_word_embeddings}
+    whole = AutoConfig.for_model(within, **shared, **_TOWERS[within]) if within else text
+    copied: PreTrainedModel = (AutoModelForImageTextToText if within else AutoModelForCausalLM).from_config(
+        whole, dtype=dtype
+    )
+    (copied.model.language_model if within else copied.model).load_state_dict(model.model.state_dict())
+    copied.lm_head.load_state_dict(model.lm_head.state_dict())
     copied.save_pretrained(folder, max_shard_size="1MB" if sharded else "1GB")
     tiny_tokenizer().save_pretrained(folder)
     return folder
@@ -167,28 +255,35 @@ def _loud(config: PreTrainedConfig) -> PreTrainedModel:
     normed = any("q_norm" in name for name, _ in model.named_parameters())
     for name, weight in model.named_parameters():
         noise = torch.randn(weight.shape, generator=torch.Generator().manual_seed(crc32(name.encode())))
-        if weight.ndim == 1:
+        if weight.ndim == 1 or name.endswith("bias"):
             weight.copy_(_vector(name, noise, gain, config))
         else:
-            weight.copy_(_matrix(name, noise / math.sqrt(weight.shape[1]), 1.0 if normed else gain, config))
+            inputs = weight.shape[-2 if "gpt_oss" in config.model_type and weight.ndim == 3 else -1]
+            weight.copy_(_matrix(name, noise / math.sqrt(inputs), 1.0 if normed else gain, config))
+    for name, buffer in model.named_buffers():
+        if name.endswith(("layer_scalar", "correction_bias")):
+            buffer.add_(torch.randn(buffer.shape, generator=torch.Generator().manual_seed(crc32(name.encode()))) / 4)
     model.eval()
     return model
 
 
 def _gain(config: PreTrainedConfig) -> float:
     """Return how much larger queries and keys are than 1, so that scores of attention spread."""
-    dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    scale = getattr(config, "attention_multiplier", None) or getattr(config, "query_pre_attn_scalar", dim) ** -0.5
+    one = config.per_layer_config[0]
+    dim = getattr(one, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    usual = 1.0 if config.model_type == "gemma4_text" else getattr(config, "query_pre_attn_scalar", dim) ** -0.5
+    scale = getattr(config, "attention_multiplier", None) or usual
     spread = 5.0 if config.num_hidden_layers == 2 else 2.5  # what rounds differently grows from layer to layer
     return math.sqrt(spread / (scale * math.sqrt(dim)))
 
 
 def _matrix(name: str, noise: Tensor, gain: float, config: PreTrainedConfig) -> Tensor:
     """Weights of a product that keeps the size of its input, or of the embedding. # noise [out, in]"""
-    outputs, inputs = noise.shape
+    outputs, inputs = noise.shape[-2:]
     if outputs == config.vocab_size:
         apart = "embed" in name and not config.tie_word_embeddings
-        spread = _LOGIT_SPREAD * getattr(config, "logits_scaling", 1.0) * _tied_size(config)
+        scale = getattr(config, "logits_scaling", 1.0) / getattr(config, "logit_scale", 1.0)
+        spread = _LOGIT_SPREAD * scale * _tied_size(config)
         return noise * (math.sqrt(inputs) if apart else spread)
     if "o_proj" in name or "down_proj" in name or "c_proj" in name:
         return noise * 2.0 / getattr(config, "residual_multiplier", 1.0)
@@ -214,4 +309,5 @@ def _vector(name: str, noise: Tensor, gain: float, config: PreTrainedConfig) -> 
     value = (1.0 + 0.2 * noise) * (gain if of_scores else 1.0)
     if name == "model.norm.weight":
         value = value * noise.sign() / _tied_size(config)
-    return value - float("gemma" in config.model_type)  # these multiply by 1 + weight
+    is_offset = "gemma" in config.model_type and "gemma4" not in config.model_type
+    return value - float(is_offset)  # these multiply by 1 + weight

@@ -62,12 +62,12 @@ class Figure:
 def of_folder(checkpoint: Checkpoint, form: Form, folder: Path, *, options: bool = True) -> Figure:
     """Measure a safetensors folder; the other engine is transformers in the same type."""
     model = made(checkpoint)
-    saved = save(model, folder / "whole", form.saved, sharded=form.sharded)
+    saved = save(model, folder / "whole", form.saved, sharded=form.sharded, within=checkpoint.within)
     judge = scores_of(stock(saved))
     theirs = scores_of(stock(saved, form.served))
     dropped = {}
     for name in checkpoint.options if options else ():
-        other = save(made(checkpoint, name), folder / name, form.saved)
+        other = save(made(checkpoint, name), folder / name, form.saved, within=checkpoint.within)
         dropped[name] = distance(our_scores(loaded(other, form.served), TEXTS[:1]), judge)
     return Figure(distance(our_scores(loaded(saved, form.served)), judge), distance(theirs, judge), dropped)
 
@@ -104,6 +104,6 @@ def tokenizer_keys(arch: str) -> dict[str, Value]:
 
 
 def small() -> list[Checkpoint]:
-    """One checkpoint of each type of model, with the most options."""
+    """One checkpoint of each type of model, alone and within another, with the most options."""
     ordered = sorted(CHECKPOINTS, key=lambda one: -len(one.options))
-    return list({one.model_type: one for one in reversed(ordered)}.values())
+    return list({(one.model_type, one.within): one for one in reversed(ordered)}.values())

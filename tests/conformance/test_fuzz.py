@@ -75,7 +75,7 @@ def test_folders(count: int, tmp_path: Path, sized: Callable[[int], int]) -> Non
         checkpoint, folder = FOLDERS[number % len(FOLDERS)], tmp_path / f"changed {number}"
         source = tmp_path / str(checkpoint)
         if not source.exists():
-            save(made(checkpoint), source)
+            save(made(checkpoint), source, within=checkpoint.within)
         fault = faulty_folder(source, folder, random.Random(number))
         found = loads(fault, folder)
         if found is not None:
