@@ -34,7 +34,7 @@ from service.config import LoadedConfig, ServiceConfig
 from service.drafter import shipped_folder
 from service.engine.initial_drafter import drafter_config, seeded
 from service.engine.modules import decoder_layers, weights_of
-from service.engine.weights import gguf_file, load_model, resolve, target_config
+from service.engine.weights import describe, gguf_file, load_model, resolve, target_config
 from service.errors import StartupError
 
 DRAFTER = "drafter"
@@ -90,7 +90,8 @@ def run_dummy(
 def read_model(config: ServiceConfig) -> tuple[PreTrainedModel, Any]:
     """Return the configured model, in its own type, and its tokenizer."""
     if gguf_file(config.model_source) is not None:
-        loaded = load_model(config.model_source, revision=None, dtype=torch.bfloat16, device=torch.device("cpu"))
+        described = describe(config.model_source, revision=None, unverified=False)
+        loaded = load_model(described, dtype=torch.bfloat16, device=torch.device("cpu"))
         loaded.model.set_attn_implementation("sdpa")
         return loaded.model.requires_grad_(True), loaded.tokenizer
     source = resolve(config.model_source)

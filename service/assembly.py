@@ -36,14 +36,14 @@ from service.engine import memory_planner
 from service.engine.accounting import LearningHooks
 from service.engine.budget import Budget, CostBudget, FixedBudget
 from service.engine.captured import capture_forwards
-from service.engine.checks import VERIFIED
+from service.engine.checks import VERIFIED, longrope_factors
 from service.engine.costs import Costs
 from service.engine.ends import names_of_ends
 from service.engine.engine import Engine, EngineLimits, Vocabulary
 from service.engine.measuring import MeasuredFor, Numerics, check, costs_at_start
 from service.engine.memory_planner import MemoryPlan, memory_for, slots_for
 from service.engine.target import Target
-from service.engine.weights import LoadedModel, load_model
+from service.engine.weights import LoadedModel, describe, load_model
 from service.errors import StartupError
 from service.logging import bar
 from service.text.grammars import GrammarCompiler
@@ -172,15 +172,14 @@ def load_target(config: ServiceConfig, device: torch.device, dtype: torch.dtype 
         named = config.load_dtype not in ("auto", "int8")
         dtype = getattr(torch, config.load_dtype) if named else default_dtype(device)
     with memory_for("the weights", "choose a smaller model, or load_dtype bfloat16"):
-        loaded = load_model(
+        described = describe(
             config.model_source,
             revision=config.revision,
-            dtype=dtype,
-            device=device,
-            begin_drafter=begin_drafter(config),
-            in_blocks=in_blocks,
             unverified=config.unverified,
             max_model_len=config.max_model_len,
+        )
+        loaded = load_model(
+            described, dtype=dtype, device=device, begin_drafter=begin_drafter(config), in_blocks=in_blocks
         )
     return replace(loaded, in_8_bits=in_8_bits)
 
@@ -295,11 +294,14 @@ def start_up_line(assembly: Assembly) -> str:
         kernels += f" ({NO_KERNELS})"
     family = loaded.model.config.get_text_config().model_type
     unverified = "" if family in VERIFIED else f" (family {family}: unverified)"
+    length = assembly.limits.max_model_len
+    factors = longrope_factors(loaded.model.config, length)
+    rope = "" if factors is None else f" ({factors} factors of longrope)"
     steps = "in CUDA graphs" if target.capture is not None else "not in CUDA graphs"
     return (
         f"adaptree {__version__}: model {assembly.config.public_model_name}{unverified}, device {target.device}, "
         f"dtype {loaded.dtype_name}, KV cache {target.pool.num_slots - 1} tokens, "
-        f"context {assembly.limits.max_model_len}{loaded.rope}, steps {steps}, numerics: {assembly.numerics}, kernels: {kernels}, "
+        f"context {length}{rope}, steps {steps}, numerics: {assembly.numerics}, kernels: {kernels}, "
         f"drafter {assembly.drafter_name}, ends {names_of_ends(loaded.eos_token_ids, loaded.tokenizer)}"
     )
 

@@ -24,7 +24,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from service.engine.weights import LoadedModel, load_model
+from service.engine.weights import LoadedModel, describe, load_model
 
 FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "olmo2", "gemma", "gemma2", "gemma3")
 VOCAB_SIZE = 320
@@ -186,8 +186,8 @@ def served_by(model: Path, **more: object) -> dict[str, object]:
 
 
 def load(folder: Path, dtype: torch.dtype = torch.float32, *, unverified: bool = False) -> LoadedModel:
-    cpu = torch.device("cpu")
-    return load_model(str(folder), revision=None, dtype=dtype, device=cpu, unverified=unverified)
+    described = describe(str(folder), revision=None, unverified=unverified)
+    return load_model(described, dtype=dtype, device=torch.device("cpu"))
 
 
 def stock(folder: Path, dtype: torch.dtype = torch.float32, gguf_file: str | None = None) -> PreTrainedModel:

@@ -43,7 +43,12 @@ def _frequencies(target: Mapping[str, Any], dim: int) -> tuple[Tensor, float]:
     if scaling == "yarn":
         factor = rope["factor"] or target["max_position_embeddings"] / trained
         return _yarn(periods, rope, factor, trained), _yarn_scale(rope, factor)
-    raise ValueError(f"drafter config: unsupported rope_type {scaling!r}; supported: default, linear, llama3, yarn")
+    if scaling == "longrope":
+        longest = target["max_position_embeddings"]
+        chosen = rope["long_factor" if longest > trained else "short_factor"]
+        return 1.0 / (torch.tensor(chosen) * periods), _longrope_scale(rope, longest, trained)
+    supported = "default, linear, llama3, yarn, longrope"
+    raise ValueError(f"drafter config: unsupported rope_type {scaling!r}; supported: {supported}")
 
 
 def _llama3(frequencies: Tensor, rope: Mapping[str, Any], trained: int) -> Tensor:
@@ -85,3 +90,11 @@ def _yarn_scale(rope: Mapping[str, Any], factor: float) -> float:
         return float(rope["attention_factor"])
     weight, divisor = rope.get("mscale"), rope.get("mscale_all_dim")
     return scale(weight) / scale(divisor) if weight and divisor else scale(1)
+
+
+def _longrope_scale(rope: Mapping[str, Any], longest: int, trained: int) -> float:
+    """Return the scale of cosines and sines (LongRoPE, arXiv 2402.13753, as in transformers)."""
+    factor = rope.get("factor") or longest / trained
+    if rope.get("attention_factor") is not None:
+        return float(rope["attention_factor"])
+    return math.sqrt(1 + math.log(factor) / math.log(trained)) if factor > 1 else 1.0

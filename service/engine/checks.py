@@ -4,7 +4,7 @@ import json
 import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig
 
@@ -12,18 +12,26 @@ from service.errors import StartupError
 
 VERIFIED = frozenset(
     {
+        "cohere2",
+        "exaone4",
         "gemma",
         "gemma2",
         "gemma3_text",
+        "gemma4_text",
         "glm4",
+        "glm4_moe",
         "granite",
         "llama",
+        "ministral3",
         "mistral",
+        "mixtral",
         "olmo2",
         "olmo3",
+        "olmoe",
         "phi3",
         "qwen2",
         "qwen3",
+        "qwen3_moe",
         "smollm3",
         "starcoder2",
     }
@@ -64,18 +72,24 @@ def refuse_unsupported(full_config: PreTrainedConfig) -> None:
         )
 
 
-def fix_longrope(config: PreTrainedConfig, max_model_len: int | None) -> str:
-    """Choose longrope's factors once for all requests: the short ones if no text is longer than the model was
-    originally trained for, else the long ones. transformers chooses them by the longest text of a forward, so that
-    the text of one request would depend on others. Returns the choice for the start-up line, or nothing without
-    longrope."""
-    rope = getattr(config.get_text_config(), "rope_parameters", None) or {}
+def longrope_factors(config: PreTrainedConfig, max_model_len: int | None) -> Literal["short", "long"] | None:
+    """Which of longrope's factors all requests get: the short ones if no text is longer than the model was originally
+    trained for. `max_model_len` None: texts are as long as the model supports. Returns None without longrope."""
+    text = config.get_text_config()
+    rope = getattr(text, "rope_parameters", None) or {}
     if rope.get("rope_type") != "longrope":
-        return ""
-    trained, longest = rope["original_max_position_embeddings"], max_model_len or config.max_position_embeddings
-    chosen = "long" if longest > trained else "short"
-    rope["short_factor"] = rope["long_factor"] = rope[f"{chosen}_factor"]
-    return f" (longrope: {chosen} factors; originally {trained})"
+        return None
+    longest = max_model_len or text.max_position_embeddings
+    return "long" if longest > rope["original_max_position_embeddings"] else "short"
+
+
+def fix_longrope(config: PreTrainedConfig, max_model_len: int | None) -> None:
+    """Leave only `longrope_factors` in the configuration. transformers chooses by the longest text of a forward, with
+    which the text of one request would depend on others."""
+    chosen = longrope_factors(config, max_model_len)
+    if chosen is not None:
+        rope = config.get_text_config().rope_parameters
+        rope["short_factor"] = rope["long_factor"] = rope[f"{chosen}_factor"]
 
 
 def _takes_attention(config: PreTrainedConfig) -> bool:

@@ -10,7 +10,7 @@ import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any, cast
@@ -80,7 +80,6 @@ class LoadedModel:
     num_parameters: int
     in_blocks: bool = False  # whether all matrices are kept as the quantised blocks of a GGUF file
     in_8_bits: bool = False  # whether linear layers quantise their weights to 8 bits
-    rope: str = ""  # what was decided about rotary positions, for the start-up line
     initial_drafter: SpecBlock | None = None  # drafter from which learning starts; None if there is none
 
     @property
@@ -100,15 +99,18 @@ class LoadedModel:
 class Described:
     """A target's configuration and tokenizer, read and checked before its weights are loaded."""
 
+    name: str
+    revision: str
     config: PreTrainedConfig  # of the text model, if the files hold a multimodal one
     tokenizer: PreTrainedTokenizerBase
     eos_token_ids: frozenset[int]  # tokens that end an answer
     file: GGUFFile | None  # None for safetensors in a folder or on the hub
 
 
-def describe(name: str, *, revision: str | None, unverified: bool) -> Described:
+def describe(name: str, *, revision: str | None, unverified: bool, max_model_len: int | None = None) -> Described:
     """Read and check a model's configuration and tokenizer. `unverified`: accept model types outside of
-    `checks.VERIFIED`. Raises StartupError with cause and remedy."""
+    `checks.VERIFIED`; `max_model_len`: length of the longest text, by which longrope's factors are chosen, or None for
+    the model's own. Raises StartupError with cause and remedy."""
     path, generation = gguf_file(name), None
     revision = revision or "main"
     with _naming(name):
@@ -117,6 +119,7 @@ def describe(name: str, *, revision: str | None, unverified: bool) -> Described:
         config = _text_of(whole)
         refuse_unsupported(config)
         refuse_unverified(config.get_text_config().model_type, allowed=unverified)
+        fix_longrope(config, max_model_len)
         if file is not None:
             tokenizer: PreTrainedTokenizerBase = tokenizer_of(file.fields)
             config.eos_token_id = sorted(gguf_end_ids(file.fields, tokenizer)) or None
@@ -126,31 +129,25 @@ def describe(name: str, *, revision: str | None, unverified: bool) -> Described:
             )
             with suppress(OSError, TypeError):  # the file is optional
                 generation = GenerationConfig.from_pretrained(resolve(name), revision=revision)
-        return Described(config, tokenizer, end_token_ids(whole, generation, tokenizer), file)
+        return Described(name, revision, config, tokenizer, end_token_ids(whole, generation, tokenizer), file)
 
 
 def load_model(
-    name: str,
+    described: Described,
     *,
-    revision: str | None,
     dtype: torch.dtype,
     device: torch.device,
     begin_drafter: BeginDrafter | None = None,
     in_blocks: bool = False,
-    unverified: bool = False,
-    max_model_len: int | None = None,
 ) -> LoadedModel:
-    """Load weights and tokenizer. `begin_drafter`: builds the initial drafter, if one is wanted; `in_blocks`: keep the
-    quantised blocks of a GGUF file; `unverified`: see `describe`; `max_model_len`: longest text, or None for the
-    model's own limit. Raises StartupError with cause and remedy."""
-    described = describe(name, revision=revision, unverified=unverified)
-    rope = fix_longrope(described.config, max_model_len)
-    with _naming(name):
+    """Load the weights of a model. `begin_drafter`: builds the initial drafter, if one is wanted; `in_blocks`: keep the
+    quantised blocks of a GGUF file. Raises StartupError with cause and remedy."""
+    with _naming(described.name):
         if described.file is not None:
             model = load_gguf(described.file, described.config, dtype, ATTENTION_NAME, in_blocks=in_blocks)
         else:
-            model = _from_folder(resolve(name), described.config, dtype, revision or "main")
-    return replace(_made_ready(model, described, device, begin_drafter), rope=rope)
+            model = _from_folder(resolve(described.name), described.config, dtype, described.revision)
+    return _made_ready(model, described, device, begin_drafter)
 
 
 @contextmanager

@@ -115,13 +115,13 @@ _OLMOE: Values = {"num_experts": 16, "num_experts_per_tok": 4, "intermediate_siz
 _GLM45: Values = {"num_local_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 128, "head_dim": 64}
 _GLM45 |= {"attention_bias": True} | _rope(1e6, partial_rotary_factor=0.5)
 _GLM45_FULL = _GLM45 | {"use_qk_norm": True, "routed_scaling_factor": 2.5, "n_group": 4, "topk_group": 2}
-_GPT_OSS: Values = {"num_local_experts": 16, "num_experts_per_tok": 4, "head_dim": 64, **_WINDOWED, "swiglu_limit": 2.0}
-_GPT_OSS |= {"intermediate_size": 128} | _rope(150_000.0, "yarn", truncate=False, **_YARN)
 _EXAONE4: Values = {"num_hidden_layers": 4, **_WINDOWED, **_rope(1e6, "llama3", **_LLAMA3)}
 _COHERE2: Values = {"num_hidden_layers": 4, **_WINDOWED, **_TIED, "logit_scale": 0.25, **_rope(5e4)}
 _MINISTRAL3_ROPE: Values = {**_YARN, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.5}
 _MINISTRAL3: Values = {"head_dim": 32, **_rope(1e6, "yarn", **_MINISTRAL3_ROPE)}
-_UNSCALED_QUERIES: Options = {"scale by position": _rope(1e6, "yarn", **(_MINISTRAL3_ROPE | {"llama_4_scaling_beta": 0}))}
+_UNSCALED_QUERIES: Options = {
+    "scale by position": _rope(1e6, "yarn", **(_MINISTRAL3_ROPE | {"llama_4_scaling_beta": 0}))
+}
 _LONGROPE: Values = {"original_max_position_embeddings": _TRAINED, **_NO_WINDOW}
 
 
@@ -135,7 +135,15 @@ _PHI35 = _LONGROPE | _ALL_HEADS | _rope(1e4, "longrope", **_factors(32))
 _PHI4 = _LONGROPE | _TIED | _rope(1e4, "longrope", partial_rotary_factor=0.75, **_factors(24))
 _GEMMA4_ROPE = _by_layers(_rope(1e6, "proportional", partial_rotary_factor=0.25)["rope_parameters"], _DEFAULT[1e4])
 _GEMMA4_WHOLE = _by_layers(_rope(1e6, "proportional", partial_rotary_factor=1.0)["rope_parameters"], _DEFAULT[1e4])
-_GEMMA4: Values = {**_TIED, "pad_token_id": 0, **_WINDOWED, **_GEMMA4_ROPE, "head_dim": 64, "global_head_dim": 128, "num_hidden_layers": 6}
+_GEMMA4: Values = {
+    **_TIED,
+    "pad_token_id": 0,
+    **_WINDOWED,
+    **_GEMMA4_ROPE,
+    "head_dim": 64,
+    "global_head_dim": 128,
+    "num_hidden_layers": 6,
+}
 _GEMMA4 |= {"layer_types": (["sliding_attention"] * 2 + ["full_attention"]) * 2, "final_logit_softcapping": 6.0}
 _GEMMA4_EDGE = _GEMMA4 | {"hidden_size_per_layer_input": 32, "vocab_size_per_layer_input": VOCAB_SIZE}
 _GEMMA4_EDGE |= {"num_kv_shared_layers": 3, "use_double_wide_mlp": True, "num_key_value_heads": 1}
@@ -191,7 +199,6 @@ CHECKPOINTS = (
     Checkpoint("OLMoE", "", "olmoe", _OLMOE, _UNNORMED | _FEWER_EXPERTS),
     Checkpoint("GLM-4.5", "Air", "glm4_moe", _GLM45, {"qkv bias": "proj.bias", **_FEWER_EXPERTS}),
     Checkpoint("GLM-4.5", "", "glm4_moe", _GLM45_FULL, {"scale": {"routed_scaling_factor": 1.0}, **_UNNORMED}),
-    Checkpoint("gpt-oss", "", "gpt_oss", _GPT_OSS, {"sinks": "sinks", "biases": "bias", "windows": _WIDE}),
     Checkpoint("EXAONE 4", "", "exaone4", _EXAONE4, _UNNORMED | _NO_WINDOWS),
     Checkpoint("Command R7B", "", "cohere2", _COHERE2, {"logit_scale": {"logit_scale": 1.0}, **_NO_WINDOWS}),
     Checkpoint("Gemma 4", "per-layer embeddings", "gemma4_text", _GEMMA4_EDGE, _GEMMA4_PLAIN, within="gemma4"),
@@ -238,9 +245,8 @@ def save(
     text = model.config
     shared: Values = {"text_config": text.to_dict(), "tie_word_embeddings": text.tie_word_embeddings}
     whole = AutoConfig.for_model(within, **shared, **_TOWERS[within]) if within else text
-    copied: PreTrainedModel = (AutoModelForImageTextToText if within else AutoModelForCausalLM).from_config(
-        whole, dtype=dtype
-    )
+    kind: Any = AutoModelForImageTextToText if within else AutoModelForCausalLM
+    copied = kind.from_config(whole, dtype=dtype)
     (copied.model.language_model if within else copied.model).load_state_dict(model.model.state_dict())
     copied.lm_head.load_state_dict(model.lm_head.state_dict())
     copied.save_pretrained(folder, max_shard_size="1MB" if sharded else "1GB")

@@ -19,7 +19,7 @@ from kernels.rows import ExtendRows
 from service.engine.kv_pool import SlotPool, SlotTable
 from service.engine.rows import RowLayout
 from service.engine.target import Target
-from service.engine.weights import LoadedModel, load_model
+from service.engine.weights import LoadedModel, describe, load_model
 from tests.conformance.checkpoints import POSITIONS
 from tests.conformance.gguf_writer import Array
 from tests.environments import python_environment
@@ -105,11 +105,12 @@ def scores_of(model: PreTrainedModel, texts: Texts = TEXTS) -> Tensor:
     return torch.cat([model(torch.tensor([text])).logits for text in texts])
 
 
-def loaded(source: Path, dtype: torch.dtype, *, in_blocks: bool = False) -> LoadedModel:
+def loaded(
+    source: Path, dtype: torch.dtype, *, in_blocks: bool = False, max_model_len: int | None = None
+) -> LoadedModel:
     """Load a folder or a file as the server does."""
-    return load_model(
-        str(source), revision=None, dtype=dtype, device=torch.device("cpu"), in_blocks=in_blocks, unverified=True
-    )
+    described = describe(str(source), revision=None, unverified=True, max_model_len=max_model_len)
+    return load_model(described, dtype=dtype, device=torch.device("cpu"), in_blocks=in_blocks)
 
 
 def our_scores(model: LoadedModel, texts: Texts = TEXTS) -> Tensor:

@@ -17,7 +17,9 @@ CASES = [Case(temperature, "none", way, who, 64) for temperature, way, who in pr
 
 
 def assert_lossless(checkpoint: Checkpoint, folder: Path, num_tokens: int) -> None:
-    config = settings_for(save(made(checkpoint), folder, within=checkpoint.within)).model_copy(update={"unverified": True})
+    config = settings_for(save(made(checkpoint), folder, within=checkpoint.within)).model_copy(
+        update={"unverified": True}
+    )
     drafter = save_drafter(folder / "drafter", assemble(config))
     assembly = assemble(config.model_copy(update={"drafter_path": drafter}))
     result = check(assembly, varied_prompts(), num_tokens=num_tokens, cases=CASES)

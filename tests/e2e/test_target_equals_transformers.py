@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from service.engine.requests import SamplingParams
-from service.engine.weights import EMBEDDED_NAME, LoadedModel, gguf_file, load_model
+from service.engine.weights import EMBEDDED_NAME, LoadedModel, describe, gguf_file, load_model
 from tests.service.engine.harness import LIMITS, alone, generate, request, tiny_engine
 from tests.tiny_models import FAMILIES, random_prompts, stock, stock_tiny
 
@@ -80,7 +80,9 @@ REAL_PROMPTS = (
 
 @pytest.fixture(scope="module")
 def real() -> LoadedModel:
-    return load_model(EMBEDDED_NAME, revision=None, dtype=torch.float32, device=torch.device("cpu"))
+    return load_model(
+        describe(EMBEDDED_NAME, revision=None, unverified=False), dtype=torch.float32, device=torch.device("cpu")
+    )
 
 
 @pytest.fixture(scope="module")

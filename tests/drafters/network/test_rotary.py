@@ -19,6 +19,12 @@ SIZES: dict[str, Any] = {
 }
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 256}
 YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4}
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "short_factor": [1.0] * 32,
+    "long_factor": [1.5] * 16 + [4.0] * 16,
+}
 SCALINGS: list[dict[str, Any]] = [
     {},
     {"rope_theta": 5e5},
@@ -32,6 +38,9 @@ SCALINGS: list[dict[str, Any]] = [
     {"rope_parameters": {**YARN, "mscale": 0.7, "mscale_all_dim": 1.3, "truncate": False}},
     {"rope_parameters": {**YARN, "attention_factor": 0.8, "beta_fast": 16, "beta_slow": 2}},
     {"rope_parameters": {**YARN}, "original_max_position_embeddings": 512},
+    {"rope_parameters": {**LONGROPE, "original_max_position_embeddings": 256}},
+    {"rope_parameters": {**LONGROPE, "original_max_position_embeddings": 256, "attention_factor": 1.2}},
+    {"rope_parameters": {**LONGROPE, "original_max_position_embeddings": 4096}},
 ]
 
 

@@ -15,7 +15,7 @@ from drafters.training.corpus import Example
 from drafters.training.fit import FitLoop, FitReport, Length
 from service.assembly import assemble
 from service.cli import app
-from service.engine.weights import load_model
+from service.engine.weights import describe, load_model
 from service.errors import StartupError
 from tests.service.learning.parts import TAPS, save_target, settings, write_prompts, write_responses
 
@@ -168,7 +168,7 @@ def test_ablations_train_and_load(target: Path, features: Path, tmp_path: Path, 
     without = ("--steps", 2, "--ablate", ablation)
     run("fit", "--features", features, "--out", tmp_path, "--target", target, *without, *QUICK)
     cpu = torch.device("cpu")
-    loaded = load_model(str(target), revision=None, dtype=torch.float32, device=cpu)
+    loaded = load_model(describe(str(target), revision=None, unverified=False), dtype=torch.float32, device=cpu)
     model = checkpoint.load(tmp_path, loaded.parts, dtype=torch.float32, device="cpu")
     assert bool(model.shift_proj) is ("shift" not in ablation)
     assert model.config.described["broadcast"] is (ablation != "broadcast")
