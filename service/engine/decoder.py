@@ -145,7 +145,7 @@ def layers_of(model: PreTrainedModel, pool: KVPool, ops: Ops, tap_layers: Sequen
     try:
         spec = spec_of(model.config.get_text_config().to_dict())
         _refuse_difference(model, spec, trial, forms, calls, expected, agree)
-    except (AttributeError, KeyError, TypeError, ValueError) as error:  # other modules, options or arguments
+    except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:  # other modules, options, widths
         count = replace_linears(model, ops)
         logger.info("%s, so the model runs by its own modules, with %d linear layers by kernels", error, count)
         return ModuleLayers(model, tap_layers)
