@@ -224,7 +224,7 @@ class DecoderLayer:
         the feed-forward output. # query [rows, query heads, dim] -> like hidden"""
         spec = self.attention
         attended = places.of(spec.window).attention.attend(
-            query, pool, scale=spec.scale, window=spec.window, softcap=spec.softcap
+            query, pool, scale=spec.scale, window=spec.window, softcap=spec.softcap, sinks=self.sinks
         )
         delta = self._scaled(self.add_norm(self.output(attended.flatten(1)), None, self.norms.attention_output))
         x = self.add_norm(hidden, delta, self.norms.mlp_input)

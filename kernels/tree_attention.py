@@ -2,6 +2,8 @@
 
     out_i = sum_j p_ij v_j,   p_ij = softmax_j(q_i . k_j * scale)   over j in {committed prefix of i} + {its tree path}
 
+With attention sinks (gpt-oss), the softmax of a query head has one more logit, its sink, without a key and a value.
+
 The kernels sum over a row's keys in the order of their positions, grouped by position alone, so that plain decoding,
 tree verification and any prompt chunking give equal bits. The reference leaves sums to torch, whose grouping depends on
 the shapes of a step: it agrees with the kernels up to rounding.
@@ -50,13 +52,20 @@ class Attention(Protocol):
     """The attention of one forward, planned once and run in each layer."""
 
     def attend(
-        self, query: Tensor, pool: Tensor, *, scale: float, window: int | None = None, softcap: float | None = None
+        self,
+        query: Tensor,
+        pool: Tensor,
+        *,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Compute out = softmax(q k^T * scale) v of all rows in one layer. `window`: number of last positions that a
-        row sees; `softcap` bounds scores to +-softcap by tanh (Gemma 2).
+        row sees; `softcap` bounds scores to +-softcap by tanh (Gemma 2); `sinks`: logits that are added to the softmax.
         # query [rows, query heads, head_dim] in any layout; pool [2, slots, heads, head_dim], the layer's keys and
-        values, including those of this forward's rows -> [rows, query heads, head_dim] in the query's type, summed in
-        float32; finite even for a padding row that sees no key"""
+        values, including those of this forward's rows; sinks [query heads] float32 -> [rows, query heads, head_dim] in
+        the query's type, summed in float32; finite even for a padding row that sees no key"""
 
 
 class KVRows(NamedTuple):
@@ -83,9 +92,17 @@ class ReferenceAttention:
     sequences: tuple[SequenceKeys, ...]
 
     def attend(
-        self, query: Tensor, pool: Tensor, *, scale: float, window: int | None = None, softcap: float | None = None
+        self,
+        query: Tensor,
+        pool: Tensor,
+        *,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
-        """As `Attention.attend`. # query [rows, query heads, head_dim]; pool [2, slots, heads, head_dim] -> query"""
+        """As `Attention.attend`.
+        # query [rows, query heads, head_dim]; pool [2, slots, heads, head_dim]; sinks [query heads] -> query"""
         out = torch.zeros_like(query, memory_format=torch.contiguous_format)
         for own in self.sequences:
             queries = query[own.rows].float().unflatten(1, (pool.shape[2], -1))  # [own rows, heads, group, head_dim]
@@ -95,7 +112,11 @@ class ReferenceAttention:
                 scores = torch.tanh(scores / softcap) * softcap
             visible = own.visible if window is None else own.visible & (own.distance < window)
             hidden = ~visible[:, None, None]
-            weights = functional.softmax(scores.masked_fill(hidden, -math.inf), dim=-1).masked_fill(hidden, 0.0)
+            scores = scores.masked_fill(hidden, -math.inf)
+            if sinks is not None:
+                sink = sinks.view(*scores.shape[1:3], 1).expand(len(scores), -1, -1, -1)
+                scores = torch.cat([scores, sink], dim=-1)
+            weights = functional.softmax(scores, dim=-1)[..., : len(keys)].masked_fill(hidden, 0.0)
             out[own.rows] = torch.einsum("rhgk,khd->rhgd", weights, values).flatten(1, 2).to(out.dtype)
         return out
 

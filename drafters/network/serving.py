@@ -177,7 +177,14 @@ class _StoreOnly:
     """Attention plan for rows that only write keys and values, and must not attend."""
 
     def attend(
-        self, query: Tensor, pool: Tensor, *, scale: float, window: int | None = None, softcap: float | None = None
+        self,
+        query: Tensor,
+        pool: Tensor,
+        *,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         raise AssertionError("rows that are only stored do not attend")
 

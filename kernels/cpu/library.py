@@ -33,7 +33,7 @@ _MAKERS = {"avx512bf16": "AMD"}
 """Vendor to which a build is restricted: other vendors' processors multiply bf16 pairs at half the rate (decision
 118)."""
 
-MOST_DIM = 256
+MOST_DIM = 512
 """Largest head dimension, as in vector.h."""
 
 _NAMES = {torch.bfloat16: "bf16", torch.float32: "float"}

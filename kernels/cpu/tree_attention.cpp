@@ -19,11 +19,13 @@ constexpr int MOST_QUERIES = 16;                         // of a task
 constexpr int SCORED_AT_ONCE = REGISTERS / 2;            // queries; the other registers hold keys
 constexpr int MOST_VECTORS = REGISTERS < 32 ? 2 : 4;     // of a line of values that are summed at once
 constexpr int WEIGHED_AT_ONCE = (REGISTERS - 1 - MOST_VECTORS) / (MOST_VECTORS + 1);  // queries, each with its denominator
-constexpr float NEVER = -1e30f;
+constexpr int STRIDE = MOST_DIM + 16;                    // between queries, which do not meet in the same lines of a cache
+constexpr float NEVER = -1e30f, LOG2_E = 1.44269504f;
 
 struct Query {  // a row and one of its heads
     int64_t row, head;
     int start, length;
+    float sink = 0;  // weight without a value, in the denominator
 };
 
 template <class T>
@@ -34,7 +36,7 @@ struct Task {
     int64_t head;  // of keys and values
     int count = 0, first = INT32_MAX, shared = 0, stride = 0;  // positions [first, shared) are read for all queries
     Query queries[MOST_QUERIES];
-    float scaled[MOST_QUERIES][MOST_DIM];
+    float scaled[MOST_QUERIES][STRIDE];
     float* lines = nullptr;  // [queries, stride]: scores, then weights, by position from `first` on
 
     Task(const Layer<T>& layer, const Rows& rows, const int64_t* table, int64_t head)
@@ -100,7 +102,7 @@ void side_by_side(const T* const* keys, int64_t dim, float* to) {
 
 // Scores of LANES keys [dim, LANES] for some queries, to their lines.
 template <int QUERIES>
-void score_some(const float* keys, int64_t dim, const float (*queries)[MOST_DIM], float* to, int stride) {
+void score_some(const float* keys, int64_t dim, const float (*queries)[STRIDE], float* to, int stride) {
     Vec sums[QUERIES] = {};
     for (int64_t d = 0; d < dim; d++) {
         const Vec key = load(keys + d * LANES);
@@ -111,7 +113,7 @@ void score_some(const float* keys, int64_t dim, const float (*queries)[MOST_DIM]
     for (int q = 0; q < QUERIES; q++) store(to + q * stride, sums[q]);
 }
 
-using Score = void (*)(const float*, int64_t, const float (*)[MOST_DIM], float*, int);
+using Score = void (*)(const float*, int64_t, const float (*)[STRIDE], float*, int);
 template <int... NUMBERS>
 constexpr std::array<Score, sizeof...(NUMBERS)> scores_of(std::integer_sequence<int, NUMBERS...>) {
     return {score_some<NUMBERS + 1>...};
@@ -154,14 +156,14 @@ void score_all(Task<T>& task, int heads) {
 Vec capped(Vec scores, float softcap) {  // softcap tanh(x / softcap), all in powers of two
     if (softcap == 0.0f) return scores;
     Vec magnitude = (Vec)((IVec)scores & 0x7fffffff);
-    Vec e = exp2_of(magnitude * (-2.0f * 1.44269504f / softcap));  // exp(-2 |x| / softcap)
+    Vec e = exp2_of(magnitude * (-2.0f * LOG2_E / softcap));  // exp(-2 |x| / softcap)
     Vec bounded = (1.0f - e) / (1.0f + e) * softcap;
     return scores < 0.0f ? -bounded : bounded;
 }
 
-// A query's scores become weights: powers of two, of which the largest is 1, and 0 where it sees nothing.
+// A query's scores become weights: powers of two, of which the largest, maybe the sink's, is 1, and 0 where it sees nothing.
 template <class T>
-void weights_of(const Task<T>& task, const Query& query, float* line) {
+void weights_of(const Task<T>& task, Query& query, float* line) {
     Vec top = splat(NEVER);
     IVec position;
     for (int lane = 0; lane < LANES; lane++) position[lane] = task.first + lane;
@@ -174,6 +176,10 @@ void weights_of(const Task<T>& task, const Query& query, float* line) {
     }
     float most = NEVER;
     for (int lane = 0; lane < LANES; lane++) most = std::max(most, top[lane]);
+    if (const float* sinks = task.layer.sinks) {
+        const float sink = sinks[query.head] * LOG2_E;
+        most = std::max(most, sink), query.sink = exp2_of(splat(sink - most))[0];
+    }
     for (int i = 0; i < size; i += LANES) store(line + i, exp2_of(load(line + i) - most));
 }
 
@@ -247,6 +253,7 @@ void finish(const Task<T>& task, int query, int64_t column, Weighed<VECTORS> sum
 #pragma GCC unroll 4
         for (int v = 0; v < VECTORS; v++) sums.values[v] = fused(weight, values[v], sums.values[v]);
     }
+    sums.total = sums.total + own.sink;
     T* to = out + (own.row * task.layer.query_heads + own.head) * dim + column;
     if constexpr (VECTORS == 1)
         store_end(to, sums.values[0] / sums.total, dim - column);

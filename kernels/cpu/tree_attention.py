@@ -26,29 +26,35 @@ class CompiledAttention:
         return self.groups, self.groups.shape[0], self.slot_table, self.slot_table.shape[1]
 
     def attend(
-        self, query: Tensor, pool: Tensor, *, scale: float, window: int | None = None, softcap: float | None = None
+        self,
+        query: Tensor,
+        pool: Tensor,
+        *,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Compute `Attention.attend`, in the pool's type.
-        # query [rows, query heads, dim]; pool [2, slots, kv_heads, dim] -> like query"""
-        given = query.contiguous().to(pool.dtype)
-        out, layer = torch.empty_like(given), _layer(*layer_of(pool, query.shape[1], window), scale, softcap)
+        # query [rows, query heads, dim]; pool [2, slots, kv_heads, dim]; sinks [query heads] -> like query"""
+        assert sinks is None or (sinks.dtype == torch.float32 and sinks.is_contiguous()), "kernels read float32"
+        given, words = query.contiguous().to(pool.dtype), layer_of(pool, query.shape[1], window)
+        layer = _layer((*words, 0 if sinks is None else sinks.data_ptr()), scale, softcap)
+        out = torch.empty_like(given)
         call("attend", layer, self.rows, *self.groups_and_table, given, out, dtype=pool.dtype)
         return out.to(query.dtype)
 
 
 def layer_of(pool: Tensor, query_heads: int, window: int | None) -> tuple[int, ...]:
-    """Return the fields of the C structure `Layer` (ops.h) that precede its floats.
+    """Return the fields of the C structure `Layer` (ops.h) that precede its sinks.
     # pool [2, slots, kv_heads, dim]"""
     _, _, kv_heads, dim = pool.shape
     return *halves(pool), query_heads, kv_heads, dim, window or 0
 
 
 @lru_cache(maxsize=256)  # at least the layers of a forward
-def _layer(
-    keys: int, values: int, query_heads: int, kv_heads: int, dim: int, window: int, scale: float, softcap: float | None
-) -> CStruct:
-    floats = scale * LOG2_E, (softcap or 0.0) * LOG2_E
-    return CStruct(keys, values, query_heads, kv_heads, dim, window, None, floats=floats)
+def _layer(words: tuple[int, ...], scale: float, softcap: float | None) -> CStruct:
+    return CStruct(*words, floats=(scale * LOG2_E, (softcap or 0.0) * LOG2_E))
 
 
 @dataclass(frozen=True, slots=True)

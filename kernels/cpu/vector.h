@@ -20,7 +20,7 @@ constexpr int LANES = 8, REGISTERS = 16;
 constexpr int LANES = 4, REGISTERS = 32;
 #endif
 constexpr int MOST_SUMS = REGISTERS * 3 / 4;  // accumulators; the other registers hold operands
-constexpr int MOST_DIM = 256;  // of a head
+constexpr int MOST_DIM = 512;  // of a head
 typedef float Vec __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 typedef int32_t IVec __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 typedef uint32_t UVec __attribute__((vector_size(4 * LANES), aligned(4), may_alias));

@@ -30,6 +30,7 @@ _CHUNK = tl.constexpr(64)  # keys per product of the prefix: three stages of 128
 _SPLIT = tl.constexpr(512)  # keys that one program sums: long contexts are spread over the device
 _COLUMNS = tl.constexpr(32)  # keys per product of the tail; does not change its sums
 _MAX_DEPTH = tl.constexpr(MAX_DEPTH)
+_LOG2_E = tl.constexpr(LOG2_E)
 _MASKED = tl.constexpr(-1e30)  # score of an invisible key; finite, so that padding has no NaN
 
 _FEWEST = 16  # smallest side of a product in Triton
@@ -46,27 +47,36 @@ class TilePlan:
     tile_rows: Tensor  # [tiles, rows of a tile] int64, -1 padded
 
     def attend(
-        self, query: Tensor, pool: Tensor, *, scale: float, window: int | None = None, softcap: float | None = None
+        self,
+        query: Tensor,
+        pool: Tensor,
+        *,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Same as the reference op; rows in no tile get zeros.
-        # query [rows, query heads, dim]; pool [2, slots, heads, dim] -> query"""
+        # query [rows, query heads, dim]; pool [2, slots, heads, dim]; sinks [query heads] -> query"""
         query, sum_type = query.contiguous(), torch.float32
         out = torch.zeros_like(query)
         heads, dim = pool.shape[2:]
         shape = _KernelSizes.of(query.shape[1], heads, dim, self.slot_table.shape[1])
         cap = 0.0 if softcap is None else softcap * LOG2_E
         bounds = (scale * LOG2_E, cap, window or _NO_WINDOW)
+        warps, stages = shape.warps_and_stages
+        options = {"num_warps": warps, "num_stages": stages, "enable_fp_fusion": True}
         rows = tuple(getattr(self.rows, name) for name in AttentionRows.__slots__)
         for tiles in self.tile_rows.split(shape.tiles_at_once):
             sums = query.new_empty(len(tiles), heads, shape.splits, shape.members, dim, dtype=sum_type)
             tops_totals = query.new_empty(len(tiles), heads, shape.splits, 2, shape.members, dtype=sum_type)
             inputs = (query, pool[0], pool[1], tiles, rows, self.slot_table, self.slot_table.shape[1])
             _prefix_kernel[len(tiles), heads, shape.splits](
-                *inputs, sums, tops_totals, *bounds, *shape.constants(), enable_fp_fusion=True
+                *inputs, sums, tops_totals, *bounds, *shape.constants(), **options
             )
             _tail_kernel[len(tiles), heads](
-                *inputs, self.rows.node_slots.shape[1], sums, tops_totals, out, *bounds, *shape.constants(),
-                enable_fp_fusion=True,
+                *inputs, self.rows.node_slots.shape[1], sums, tops_totals, out, sinks, *bounds, *shape.constants(),
+                **options,
             )  # fmt: skip
         return out
 
@@ -88,6 +98,11 @@ class _KernelSizes:
     def members(self) -> int:
         """Number of members of a tile, padding included."""
         return _members_of(self.group)
+
+    @property
+    def warps_and_stages(self) -> tuple[int, int]:
+        """Warps of a program, whose registers hold the sums, and pipeline stages, which fit into 99 KB of memory."""
+        return (4, 3) if self.dim <= 256 else (8, 1)
 
     @property
     def tiles_at_once(self) -> int:
@@ -202,6 +217,7 @@ def _tail_kernel(
     sums: tl.tensor,
     tops_totals: tl.tensor,
     out: tl.tensor,
+    sinks: tl.tensor | None,
     scale: tl.tensor,
     cap: tl.tensor,
     window: tl.tensor,
@@ -223,6 +239,9 @@ def _tail_kernel(
     queries = _load_queries(query, row, head, HEADS, GROUP, DIM, MEMBERS, BLOCK_DIM).to(keys.dtype.element_ty)
     tail, columns = _tail_of(rows, table, line_length, nodes, members)
     highest = top
+    if sinks is not None:
+        logit = tl.load(sinks + head * GROUP + tl.arange(0, MEMBERS) % GROUP) * _LOG2_E
+        highest = tl.maximum(highest, logit)
     for column in range(0, columns, _COLUMNS):
         slot, held, seen = _tail_columns(column, tail)
         key = _load_slots(keys, slot, held, head, HEADS, DIM, BLOCK_DIM)
@@ -240,6 +259,8 @@ def _tail_kernel(
         totals = tl.dot(weight, tl.full([_COLUMNS, 16], 1.0, tl.float32), totals, input_precision="ieee")
         mixed = tl.dot(weight, value, mixed, input_precision="ieee")
     whole = tl.max(totals, 1)
+    if sinks is not None:
+        whole += tl.exp2(logit - highest)
     result = mixed / tl.where(whole > 0, whole, 1.0)[:, None]
     _store_rows(out, result, row, head, HEADS, GROUP, DIM, MEMBERS, BLOCK_DIM)
 

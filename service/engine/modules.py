@@ -29,6 +29,7 @@ class AttentionForm:
     scale: float  # factor on the scores before softmax
     window: int | None  # sliding window, tokens
     softcap: float | None
+    sinks: Tensor | None  # [query heads] float32
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,13 +112,14 @@ def slot_attention(
     """Write keys and values to the pool and attend over its slots; the attention function that transformers calls.
 
     query [1, query heads, rows, dim], key and value [1, kv_heads, rows, dim], after rotary embedding
-    -> [1, rows, query heads, dim]. Of transformers' `options`, `scaling`, `sliding_window` and `softcap` are applied;
-    raises StartupError for others that would change the result.
+    -> [1, rows, query heads, dim]. Of transformers' `options`, `scaling`, `sliding_window`, `softcap` and `s_aux`
+    (sinks) are applied; raises StartupError for others that would change the result.
     """
     layer: int = module.layer_idx  # type: ignore[assignment]
-    scaling, window, softcap = (options.pop(name, None) for name in ("scaling", "sliding_window", "softcap"))
+    scaling, window, softcap, sinks = (options.pop(name, None) for name in _APPLIED)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    form = AttentionForm(layer, scale, window, softcap)  # type: ignore[arg-type]  # transformers types options as Any
+    sinks = sinks.detach().float() if isinstance(sinks, Tensor) else None
+    form = AttentionForm(layer, scale, window, softcap, sinks)  # type: ignore[arg-type]  # transformers types options as Any
     if tree_step.forms is not None:
         refuse_unknown(module, {**options, "attention_mask": attention_mask}, "which adaptree does not implement")
         tree_step.pool.refuse_other_shape(layer, key, value, form.window)
@@ -125,9 +127,13 @@ def slot_attention(
     group = tree_step.groups[0 if form.window is None else -1]
     tree_step.pool.write(layer, group.slots, key.transpose(1, 2)[0], value.transpose(1, 2)[0])
     rows, kept = query.transpose(1, 2)[0], tree_step.pool.layer(layer)
-    return group.attention.attend(rows, kept, scale=form.scale, window=form.window, softcap=form.softcap)[None], None
+    attended = group.attention.attend(
+        rows, kept, scale=form.scale, window=form.window, softcap=form.softcap, sinks=form.sinks
+    )
+    return attended[None], None
 
 
+_APPLIED = "scaling", "sliding_window", "softcap", "s_aux"
 _HARMLESS = frozenset(
     {
         "dropout",  # 0 outside of training

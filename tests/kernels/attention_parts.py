@@ -82,6 +82,7 @@ def attend(
     *,
     window: int | None = None,
     softcap: float | None = None,
+    sinks: Tensor | None = None,
     seed: int = 0,
     device: str = "cpu",
     dtype: torch.dtype = torch.float32,
@@ -110,7 +111,8 @@ def attend(
     )
     out = torch.empty_like(queries)
     ordered = queries[order].to(query_dtype).to(device)
-    answered = plan.attend(ordered, pool.to(device), scale=1.0, window=window, softcap=softcap)
+    sinks = None if sinks is None else sinks.to(device)
+    answered = plan.attend(ordered, pool.to(device), scale=1.0, window=window, softcap=softcap, sinks=sinks)
     assert answered.dtype == query_dtype, "results have the type of the queries"
     out[order] = answered.cpu().float()
     return list(out.split([length - part.start for length, part in zip(lengths, parts, strict=True)]))
@@ -149,7 +151,7 @@ def _layout(parts: Sequence[Part], places: Sequence[Tensor]) -> tuple[AttentionR
     return rows, table, order
 
 
-def naive(part: Part, heads: Heads, window: int | None, softcap: float | None) -> Tensor:
+def naive(part: Part, heads: Heads, window: int | None, softcap: float | None, sinks: Tensor | None = None) -> Tensor:
     """Plain attention of every row of the part, in double precision. # -> [rows, query heads, dim]"""
     keys, values = part.stacked("keys").double(), part.stacked("values").double()
     outputs = []
@@ -164,8 +166,15 @@ def naive(part: Part, heads: Heads, window: int | None, softcap: float | None) -
         for head in range(heads.query):
             scores = keys[seen, head // heads.group] @ query[head]
             scores = scores if softcap is None else torch.tanh(scores / softcap) * softcap
-            outputs.append(scores.softmax(0) @ values[seen, head // heads.group])
+            more = scores[:0] if sinks is None else sinks[head, None].double()  # a logit without a value
+            weights = torch.cat([scores, more]).softmax(0)[: len(seen)]
+            outputs.append(weights @ values[seen, head // heads.group])
     return torch.stack(outputs).view(-1, heads.query, heads.dim).float()
+
+
+def draw_sinks(heads: Heads, seed: int) -> Tensor:
+    """Sinks of some heads that are small beside all scores, or large. # -> [query heads]"""
+    return 20 * torch.randn(heads.query, generator=torch.Generator().manual_seed(seed))
 
 
 def random_parents(rng: random.Random, count: int) -> list[int]:

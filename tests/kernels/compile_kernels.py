@@ -117,9 +117,10 @@ def _resources(program: bytes) -> str:
 
 def launch_everything(dtype: torch.dtype) -> None:
     """Every kernel on small inputs of the shapes' own kind; results are whatever memory holds."""
-    heads = Heads(2, 4, 128)
-    text, nodes = Vectors.draw(40, heads, 1), Vectors.draw(2, heads, 2)
-    attend([Part(text, 39, 40, nodes, [-1, 0])], heads, DEVICE.plan_attention, dtype=dtype, query_dtype=dtype)
+    for heads, sinks in ((Heads(2, 4, 128), None), (Heads(2, 4, 256), None), (Heads(1, 8, 512), torch.zeros(8))):
+        text, nodes = Vectors.draw(40, heads, 1), Vectors.draw(2, heads, 2)
+        part = Part(text, 39, 40, nodes, [-1, 0])
+        attend([part], heads, DEVICE.plan_attention, dtype=dtype, query_dtype=dtype, sinks=sinks)
     _launch_layer(dtype)
     logits, zeros = torch.randn(2, 3000).to(dtype), torch.zeros(2, dtype=torch.int64)
     for filters in (None, Filters(zeros.float(), zeros, zeros.double())):

@@ -3,6 +3,7 @@ against the same row in company."""
 
 import random
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -18,15 +19,25 @@ from tests.kernels.attention_parts import (
     Part,
     Vectors,
     attend,
+    draw_sinks,
     naive,
     random_parents,
     random_part,
     tree_around,
 )
 
+Options = dict[str, Any]
 TOLERANCE = 2e-5  # scores of unscaled queries reach 100, of which float32 keeps 1e-5
 SHAPES = [Heads(1, 1, 8), Heads(2, 2, 16), Heads(1, 3, 24), Heads(3, 3, 64), Heads(1, 8, 80), Heads(2, 20, 16)]
-EXACT = [Heads(2, 2, 16), Heads(3, 3, 64), Heads(1, 5, 40), Heads(1, 16, 16), Heads(1, 20, 24), Heads(1, 2, 256)]
+EXACT = [
+    Heads(2, 2, 16),
+    Heads(3, 3, 64),
+    Heads(1, 5, 40),
+    Heads(1, 16, 16),
+    Heads(1, 20, 24),
+    Heads(1, 2, 256),
+    Heads(1, 3, 512),
+]
 
 
 def test_equals_plain_attention(on_cpu: Ops) -> None:
@@ -35,15 +46,28 @@ def test_equals_plain_attention(on_cpu: Ops) -> None:
         heads = SHAPES[seed % len(SHAPES)]
         parts = [random_part(rng, heads) for _ in range(rng.randrange(1, 5))]
         window, softcap = rng.choice([None, 1, 20, 150, 500]), rng.choice([None, None, 5.0])
-        outputs = attend(parts, heads, on_cpu.plan_attention, window=window, softcap=softcap, seed=seed)
+        sinks = draw_sinks(heads, seed) if seed % 3 == 0 else None
+        how: Options = {"window": window, "softcap": softcap, "sinks": sinks}
+        outputs = attend(parts, heads, on_cpu.plan_attention, **how, seed=seed)
         for part, output in zip(parts, outputs, strict=True):
-            torch.testing.assert_close(output, naive(part, heads, window, softcap), atol=TOLERANCE, rtol=TOLERANCE)
+            torch.testing.assert_close(output, naive(part, heads, **how), atol=TOLERANCE, rtol=TOLERANCE)
 
 
-@pytest.mark.parametrize("dim", [1, 15, 16, 17, 48, 96, 112, 144, 192, 208, 240, 256])
+@pytest.mark.parametrize("size", [-1e4, -3.0, 0.0, 30.0, 1e4])
+def test_a_sink_takes_weight_and_has_no_value(size: float, on_cpu: Ops) -> None:
+    heads, sinks = Heads(2, 3, 16), torch.tensor([0.0, size, -size, size / 2, 1.0, size])
+    parts = [Part(Vectors.draw(n, heads, n), n - 4, n, Vectors.draw(3, heads, 1), [-1, 0, 0]) for n in (5, 90)]
+    plain = attend(parts, heads, on_cpu.plan_attention)
+    for part, output, other in zip(parts, attend(parts, heads, on_cpu.plan_attention, sinks=sinks), plain, strict=True):
+        torch.testing.assert_close(output, naive(part, heads, None, None, sinks), atol=TOLERANCE, rtol=TOLERANCE)
+        assert torch.equal(output[:, sinks == -1e4], other[:, sinks == -1e4])
+
+
+@pytest.mark.parametrize("dim", [1, 15, 16, 17, 48, 80, 96, 112, 144, 192, 208, 240, 256, 320, 511, 512])
 def test_heads_of_any_width(dim: int, on_cpu: Ops) -> None:
     heads = Heads(2, 3, dim)
     part = Part(Vectors.draw(37, heads, dim), 33, 37, Vectors.draw(3, heads, dim + 1), [-1, 0, 0])
+    part = part.mapped(lambda v: replace(v, queries=v.queries * 64 / max(64, dim)))  # see TOLERANCE
     (output,) = attend([part], heads, on_cpu.plan_attention)
     torch.testing.assert_close(output, naive(part, heads, None, None), atol=TOLERANCE, rtol=TOLERANCE)
 
@@ -69,7 +93,7 @@ def test_the_deepest_and_fullest_tree(context: int, on_cpu: Ops) -> None:
 
 
 @pytest.mark.parametrize("kept", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("dim", [1, 7, 12, 15, 16, 40, 72, 100, 128, 256])
+@pytest.mark.parametrize("dim", [1, 7, 12, 15, 16, 40, 72, 100, 128, 256, 512])
 def test_in_bf16_everything_is_summed_in_float32(dim: int, kept: torch.dtype, on_cpu: Ops) -> None:
     """From bits that bf16 holds exactly, the result is the rounded one of float32."""
     heads, rng, how = Heads(2, 3, dim), random.Random(dim), {"softcap": 5.0} if dim == 40 else {"window": 150}
@@ -90,32 +114,36 @@ def test_no_rows(on_cpu: Ops) -> None:
     assert plan.attend(torch.zeros(0, 4, 16), torch.zeros(2, 5, 2, 16), scale=1.0).shape == (0, 4, 16)
 
 
-@pytest.mark.parametrize("window", [None, 150])
+@pytest.mark.parametrize(("window", "sinking"), [(None, False), (150, True)])
 @pytest.mark.parametrize("heads", EXACT, ids=str)
-def test_a_chunk_of_any_size_gives_the_bits_of_single_rows(heads: Heads, window: int | None, compiled: Ops) -> None:
+def test_a_chunk_of_any_size_gives_the_bits_of_single_rows(
+    heads: Heads, window: int | None, sinking: bool, compiled: Ops
+) -> None:
     text, plan = Vectors.draw(330, heads, seed=1), compiled.plan_attention
-    alone = torch.cat([attend([Part(text, p, p + 1)], heads, plan, window=window, seed=p)[0] for p in range(330)])
+    how: Options = {"window": window, "sinks": draw_sinks(heads, 1) if sinking else None}
+    alone = torch.cat([attend([Part(text, p, p + 1)], heads, plan, **how, seed=p)[0] for p in range(330)])
     for chunk in (2, 7, 48, 129, 330):
         for start in range(0, 330, chunk):
-            (output,) = attend([Part(text, start, min(start + chunk, 330))], heads, plan, window=window, seed=chunk)
+            (output,) = attend([Part(text, start, min(start + chunk, 330))], heads, plan, **how, seed=chunk)
             assert torch.equal(output, alone[start : start + chunk])
 
 
-@pytest.mark.parametrize(("window", "softcap"), [(None, None), (40, 5.0)])
+@pytest.mark.parametrize(("window", "softcap", "sinking"), [(None, None, False), (40, 5.0, False), (None, None, True)])
 @pytest.mark.parametrize("heads", EXACT, ids=str)
 @pytest.mark.parametrize("end", [1, 2, 3, 4, 5, 65, 333, 2900])
 def test_a_path_in_a_tree_in_company_gives_the_bits_of_single_rows(
-    end: int, heads: Heads, window: int | None, softcap: float | None, compiled: Ops
+    end: int, heads: Heads, window: int | None, softcap: float | None, sinking: bool, compiled: Ops
 ) -> None:
+    how: Options = {"window": window, "softcap": softcap, "sinks": draw_sinks(heads, end) if sinking else None}
     rng, plan = random.Random(end), compiled.plan_attention
     text = Vectors.draw(end + MAX_DEPTH, heads, seed=end)
     places = [*range(end - 1, end + MAX_DEPTH)]
-    alone = [attend([Part(text, p, p + 1)], heads, plan, window=window, softcap=softcap)[0] for p in places]
+    alone = [attend([Part(text, p, p + 1)], heads, plan, **how)[0] for p in places]
     part, nodes = tree_around(text, end, heads, rng)
     company = [random_part(rng, heads) for _ in range(rng.randrange(4))]
     where = rng.randrange(len(company) + 1)
     parts = [*company[:where], part, *company[where:]]
-    outputs = attend(parts, heads, plan, window=window, softcap=softcap, seed=end)
+    outputs = attend(parts, heads, plan, **how, seed=end)
     assert torch.equal(outputs[where][[0, *(1 + node for node in nodes)]], torch.cat(alone))
 
 
@@ -150,7 +178,8 @@ def test_a_row_that_sees_nothing_gets_numbers(anywhere: tuple[Ops, str]) -> None
     table = torch.zeros(1, LONGEST, dtype=torch.int64, device=device)
     plan = ops.plan_attention(rows, table, query_heads=4, kv_heads=2)
     pool = torch.full((2, 4, 2, 16), 3.0, device=device)
-    assert plan.attend(torch.ones(1, 4, 16, device=device), pool, scale=1.0).isfinite().all()
+    for sinks in (None, zeros[0].float().expand(4).contiguous()):
+        assert plan.attend(torch.ones(1, 4, 16, device=device), pool, scale=1.0, sinks=sinks).isfinite().all()
 
 
 # The device's tree attention against plain attention in double precision, and a row's bits alone and in company.
@@ -182,12 +211,14 @@ def check(
     *,
     window: int | None = None,
     softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> None:
+    how: Options = {"window": window, "softcap": softcap, "sinks": sinks}
     parts = [rounded(part, dtype) for part in parts]
-    outputs = attend(parts, heads, plan_attention, window=window, softcap=softcap, device=device, dtype=dtype)
+    outputs = attend(parts, heads, plan_attention, **how, device=device, dtype=dtype)
     atol, rtol = TOLERANCES[dtype]
     for part, output in zip(parts, outputs, strict=True):
-        torch.testing.assert_close(output, naive(part, heads, window, softcap), atol=atol, rtol=rtol)
+        torch.testing.assert_close(output, naive(part, heads, **how), atol=atol, rtol=rtol)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES)
@@ -196,6 +227,16 @@ def test_a_device_equals_plain_attention(heads: Heads, dtype: torch.dtype, devic
     rng = random.Random(heads.query)
     parts = [decoding(rng, heads, 66, 3), chunk(rng, heads, 61, 5), decoding(rng, heads, 1, 0)]
     check(parts, heads, device, dtype)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize("heads", [Heads(2, 2, 80), Heads(1, 3, 96), Heads(1, 2, 256), Heads(2, 1, 512)], ids=str)
+def test_wide_heads_and_sinks_on_a_device(heads: Heads, dtype: torch.dtype, device: str) -> None:
+    rng, sinks = random.Random(heads.dim), draw_sinks(heads, heads.dim) / 4
+    parts = [decoding(rng, heads, 630, 3), chunk(rng, heads, 61, 5), decoding(rng, heads, 1, 0)]
+    parts = [part.mapped(lambda v: replace(v, queries=v.queries * heads.dim**-0.5)) for part in parts]
+    check(parts, heads, device, dtype, sinks=sinks)
+    check(parts, heads, device, dtype, sinks=sinks, window=70, softcap=5.0)
 
 
 @pytest.mark.parametrize("count", [0, 1, 17, 33, MAX_NODES])
@@ -249,6 +290,7 @@ def test_mixed_steps_of_real_shapes(seed: int, dtype: torch.dtype, device: str) 
         (Heads(1, 2, 16), 1, None),
         (Heads(1, 1, 8), 63, None),
         (Heads(1, 3, 16), 130, 40),
+        (Heads(1, 1, 512), 130, None),
         pytest.param(Heads(1, 4, 8), 575, None, marks=pytest.mark.slow),
     ],
 )
@@ -258,12 +300,13 @@ def test_on_a_device_a_path_in_a_tree_gives_the_bits_of_single_rows(
     rng = random.Random(end)
     text = Vectors.draw(end + MAX_DEPTH, heads, seed=end)
     depths = [0, 1, 2, *rng.sample(range(3, MAX_DEPTH), 4), MAX_DEPTH]
+    how: Options = {"window": window, "sinks": draw_sinks(heads, end)}
     ends = [end + depth for depth in depths]
-    alone = [attend([Part(text, p - 1, p)], heads, plan_attention, window=window, device=device)[0] for p in ends]
+    alone = [attend([Part(text, p - 1, p)], heads, plan_attention, **how, device=device)[0] for p in ends]
     part, nodes = tree_around(text, end, heads, rng)
     company = [decoding(rng, heads, 50, 7), chunk(rng, heads, 90, 6)]
     parts = [company[0], part, company[1]]
-    outputs = attend(parts, heads, plan_attention, window=window, seed=end, device=device)
+    outputs = attend(parts, heads, plan_attention, **how, seed=end, device=device)
     path = [0, *(1 + node for node in nodes)]
     assert torch.equal(outputs[1][[path[depth] for depth in depths]], torch.cat(alone))
 
@@ -320,9 +363,16 @@ class _Reordered:
         self._plan = plan_attention(AttentionRows(**mixed, **others), slot_table, **sizes)
 
     def attend(
-        self, query: Tensor, pool: Tensor, *, scale: float, window: int | None = None, softcap: float | None = None
+        self,
+        query: Tensor,
+        pool: Tensor,
+        *,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
-        mixed = self._plan.attend(query[self._order], pool, scale=scale, window=window, softcap=softcap)
+        mixed = self._plan.attend(query[self._order], pool, scale=scale, window=window, softcap=softcap, sinks=sinks)
         out = torch.full_like(query, torch.nan)
         out[self._order] = mixed
         return out

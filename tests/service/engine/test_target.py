@@ -22,7 +22,17 @@ from service.engine.rows import RowLayout
 from service.engine.target import Target
 from service.errors import StartupError
 from tests.service.engine.harness import tiny_target
-from tests.tiny_models import EOS_ID, FAMILIES, VOCAB_SIZE, load, loaded_tiny, random_prompts, save_model, stock_tiny
+from tests.tiny_models import (
+    EOS_ID,
+    FAMILIES,
+    VOCAB_SIZE,
+    load,
+    loaded_tiny,
+    random_prompts,
+    save_model,
+    stock,
+    stock_tiny,
+)
 
 TOLERANCE = 1e-4
 LENGTH = 150  # several sliding windows
@@ -169,23 +179,30 @@ def test_only_chains_that_complete_have_logits(completes: bool) -> None:
     assert texts.run([ExtendRows(0, 0, [1, 2, 3], completes)]).shape == (int(completes), VOCAB_SIZE)
 
 
-def test_attention_sinks_are_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("chunk", [1, 64])
+def test_attention_sinks_are_applied(chunk: int, tmp_path: Path) -> None:
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128, "truncate": False}
     config = GptOssConfig(
         vocab_size=VOCAB_SIZE,
         hidden_size=32,
         intermediate_size=32,
         num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
         head_dim=16,
-        num_local_experts=2,
-        num_experts_per_tok=1,
+        sliding_window=64,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        max_position_embeddings=512,
         eos_token_id=EOS_ID,
-        rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
+        rope_parameters=yarn | {"rope_theta": 150_000.0, "beta_fast": 32.0, "beta_slow": 1.0},
     )
     save_model(GptOssForCausalLM(config), tmp_path)
-    with pytest.raises(StartupError, match="s_aux"):
-        Texts(tiny_target(load(tmp_path, unverified=True))).run([ExtendRows(0, 0, [1, 2], completes=True)])
+    texts, tokens = Texts(tiny_target(load(tmp_path, unverified=True))), prompt()
+    ends = [min(at + chunk, LENGTH) - 1 for at in range(0, LENGTH, chunk)]
+    with torch.inference_mode():
+        expected = stock(tmp_path)(torch.tensor([tokens])).logits[0]
+    assert_close(texts.extend(0, tokens, chunk), expected[ends])
 
 
 @pytest.mark.parametrize(
