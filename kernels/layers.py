@@ -128,9 +128,17 @@ class BlockFormat(NamedTuple):
     zero: int  # code of weight 0 in formats without minima
     has_minima: bool = False
     size: int = COLUMNS  # columns that share a scale; 16 only with 6 bits and no minima
+    has_table: bool = False  # codes of 4 bits are floats: they stand for the numbers of a table, less `zero`
 
+    def numbers(self, codes: Tensor) -> Tensor:
+        """Look up codes, or subtract `zero` from them. # [...] uint8 -> [...] float32, whole numbers"""
+        return torch.tensor(_TWICE_E2M1)[codes.long()] if self.has_table else codes.float() - self.zero
+
+
+_TWICE_E2M1 = [sign * size for sign in (1.0, -1.0) for size in (0, 1, 2, 3, 4, 6, 8, 12)]
 
 EIGHT_BITS = BlockFormat(8, 128)
+MXFP4 = BlockFormat(4, 12, has_table=True)
 
 
 class QuantisedBlocks(NamedTuple):
@@ -142,7 +150,7 @@ class QuantisedBlocks(NamedTuple):
 
     def weights(self, form: BlockFormat) -> Tensor:
         """Dequantise: scale (code - zero) + minimum. # -> [rows, blocks, 32 / size, size] float32"""
-        codes: Tensor = (self.codes.float() - form.zero).unflatten(2, (-1, form.size))
+        codes: Tensor = form.numbers(self.codes).unflatten(2, (-1, form.size))
         steps = codes * self.scales.float()[..., None]
         return steps if self.minima is None else steps + self.minima.float()[..., None]
 
@@ -189,6 +197,17 @@ def in_8_bits(weight: Tensor) -> QuantisedBlocks:
     return QuantisedBlocks((counts + EIGHT_BITS.zero).to(torch.uint8), scales)
 
 
+def mxfp4_blocks(codes: Tensor, exponents: Tensor) -> QuantisedBlocks:
+    """Blocks in the format `MXFP4` of the OCP Microscaling specification: floats of 4 bits (E2M1) times 2^(exponent -
+    127). Raises ValueError if half of a scale, the unit of the table, is no float16.
+    # codes [rows, blocks, 32] uint8, exponents [rows, blocks] uint8"""
+    units = exponents.int() - 128
+    used = units[(codes & 7 > 0).any(-1)]  # a block of zeros has any scale
+    if used.numel() and not -24 <= int(used.min()) <= int(used.max()) <= 15:
+        raise ValueError(f"MXFP4 scales from 2^{int(used.min()) + 1} to 2^{int(used.max()) + 1}, not 2^-23 to 2^16")
+    return QuantisedBlocks(codes, torch.exp2(units.clamp(-24, 15).double()).half()[..., None])
+
+
 def _product(x: Tensor, parts: Sequence[tuple[BlockFormat, QuantisedBlocks]], bias: Tensor | None) -> Tensor:
     """Quantise x and multiply it by a quantised weight. # x [..., in] -> [..., out]"""
     most = (activations := _blocks(x.float())).abs().amax(-1, keepdim=True)  # [..., blocks, 1]
@@ -202,7 +221,7 @@ def _part_of_product(whole: Tensor, scales: Tensor, form: BlockFormat, weight: Q
     """Multiply quantised activations by one part of a weight.
     # whole [..., blocks, 32], scales [..., blocks, 1] -> [..., out]"""
     whole = whole.unflatten(-1, (-1, form.size))  # [..., blocks, scales, size]
-    codes = (weight.codes.float() - form.zero).unflatten(2, (-1, form.size))
+    codes = form.numbers(weight.codes).unflatten(2, (-1, form.size))
     dots = torch.einsum("...bsi,obsi->...obs", whole, codes)  # whole numbers below 2^24: exact
     y = dots * weight.scales.float() * scales[..., None, :, :]
     if weight.minima is not None:

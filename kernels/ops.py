@@ -15,12 +15,13 @@ from torch import Tensor
 
 from kernels.cpu import library
 from kernels.entries import add_entries, place_entries, record_tokens, take_entries
-from kernels.experts import choose_experts, plan_experts
+from kernels.experts import Experts, QuantisedStack, StackedWeight, choose_experts, plan_experts
 from kernels.joint_tree import add_text, grow_joint_tree, learn_committed
 from kernels.lattice import grow_lattice, plan_growth, rank_features, spread_classes
 from kernels.layers import (
     EIGHT_BITS,
     Product,
+    QuantisedWeight,
     Weight,
     add_rms_norm,
     gate_mul,
@@ -83,14 +84,22 @@ class Ops:
         vars(self).update(others)
 
     def in_8_bits(self) -> "Ops":
-        """Return the same ops, except that `plan_linear` quantises dense weights to 8 bits."""
-        return Ops(**{**vars(self), "plan_linear": self._plan_in_8_bits})
+        """Return the same ops, except that `plan_linear` and `plan_experts` quantise dense weights to 8 bits."""
+        changed = {"plan_linear": self._plan_in_8_bits, "plan_experts": self._plan_experts_in_8_bits}
+        return Ops(**{**vars(self), **changed})
 
     def _plan_in_8_bits(self, weight: Weight, bias: Tensor | None) -> Product:
-        if isinstance(weight, Tensor):
-            pieces = map(in_8_bits, weight.detach().split(_ROWS))
-            weight = self.keep_blocks(EIGHT_BITS, (weight.shape[0], weight.shape[1]), weight.dtype, pieces)
-        return self.plan_linear(weight, bias)
+        return self.plan_linear(self._in_8_bits(weight) if isinstance(weight, Tensor) else weight, bias)
+
+    def _plan_experts_in_8_bits(self, gate_up: StackedWeight, down: StackedWeight, *others: Any) -> Experts:
+        return self.plan_experts(self._stack_in_8_bits(gate_up), self._stack_in_8_bits(down), *others)
+
+    def _stack_in_8_bits(self, stack: StackedWeight) -> QuantisedStack:
+        return QuantisedStack([*map(self._in_8_bits, stack)]) if isinstance(stack, Tensor) else stack
+
+    def _in_8_bits(self, weight: Tensor) -> QuantisedWeight:
+        pieces = map(in_8_bits, weight.detach().split(_ROWS))
+        return self.keep_blocks(EIGHT_BITS, (weight.shape[0], weight.shape[1]), weight.dtype, pieces)
 
 
 _ROWS = 4096  # rows of a weight that are held as float32 at a time while it is quantised

@@ -128,7 +128,7 @@ def keep_blocks(
     form: BlockFormat, shape: tuple[int, int], dtype: torch.dtype, pieces: Iterable[QuantisedBlocks]
 ) -> PackedWeight:
     """Same as the reference op. # shape [out, in]"""
-    (out, columns), numbers = shape, (form.bits, form.size, form.zero, form.has_minima)
+    (out, columns), numbers = shape, (form.bits, form.size, form.zero, form.has_minima, form.has_table)
     num_bytes = call("quantised_bytes", CStruct(None, out, *numbers), columns)
     tiles, first = weight_memory(num_bytes), 0
     structure = CStruct(tiles, out, *numbers)

@@ -9,6 +9,7 @@
 // A packed matrix is [ceil(out / TILE)] tiles of [in / 32] blocks of 32 columns. A block begins with codes. Of 8 bits:
 // [8][TILE][4]; else their lower four as [4][TILE][4], columns 8 j to 8 j + 3 in the lower nibbles of the j-th, the next
 // four in the upper ones, and of 6 bits the upper two as [2][TILE][4], columns 16 j + 4 m to 16 j + 4 m + 3 at bit 2 m.
+// Codes of 4 bits may stand for the numbers of a table, which are looked up as they are read.
 // Then scales [32 / size][TILE] and, where there are any, minima [32 / size][TILE], all of float16.
 #include <algorithm>
 #include <cmath>
@@ -29,7 +30,7 @@ constexpr int64_t FEW = 1 << 11;  // elements below which helpers cost more than
 
 struct Part {  // consecutive outputs of a matrix that have one format
     const uint8_t* tiles;
-    int64_t outputs, bits, size, zero, has_minima;
+    int64_t outputs, bits, size, zero, has_minima, has_table;
 
     int64_t block_bytes() const { return TILE * (COLUMNS * bits / 8 + COLUMNS / size * 2 * (1 + has_minima)); }
     int64_t num_tiles() const { return (outputs + TILE - 1) / TILE; }
@@ -98,6 +99,23 @@ void quantise(const T* x, Activations* to, int64_t in) {
     }
 }
 
+// Codes of 4 bits that stand for numbers of 5: twice a float of 4 bits (OCP Microscaling's E2M1), plus 12.
+constexpr int BY_TABLE = 5;
+constexpr uint8_t NUMBERS[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
+constexpr int stored(int bits) { return bits == BY_TABLE ? 4 : bits; }
+
+inline IVec numbers_of(IVec codes) {
+#if defined(__AVX512F__)
+    const __m128i table = _mm_loadu_si128((const __m128i*)NUMBERS);
+    return (IVec)_mm512_shuffle_epi8(_mm512_maskz_broadcast_i32x4(0xffff, table), (__m512i)codes);
+#elif defined(__AVX2__)
+    const __m128i table = _mm_loadu_si128((const __m128i*)NUMBERS);
+    return (IVec)_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(table), (__m256i)codes);
+#else
+    return (IVec)vqtbl1q_u8(vld1q_u8(NUMBERS), (uint8x16_t)codes);
+#endif
+}
+
 // What the codes of a group add to sums, and how sums become whole numbers of 32 bits.
 #if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
 inline IVec dot(IVec sums, IVec codes, int32_t four) {
@@ -114,7 +132,7 @@ template <int BITS>
 struct Sums {
     IVec whole{};
 
-    void add(Codes codes, const int8_t* four) {
+    void add(Codes codes, const int8_t* four, int) {
         int32_t all;
         memcpy(&all, four, 4);
         whole = dot(whole, codes.bytes, all);
@@ -127,12 +145,14 @@ inline Codes codes_of(const uint8_t* block, int group) {
     IVec low = *(const IVec*)(block + group / 2 * REGISTER);
     low = (group % 2 ? low >> 4 : low) & 0x0f0f0f0f;
     if (BITS == 4) return {low};
+    if (BITS == BY_TABLE) return {numbers_of(low)};
     IVec high = *(const IVec*)(block + (4 + group / 4) * REGISTER);
     int bit = group % 4 * 2;
     return {low | ((bit < 4 ? high << (4 - bit) : high >> (bit - 4)) & 0x30303030)};
 }
 #elif defined(__AVX2__)
-// Products of halves of a code fit into 16 bits, and so do the sums of a block of 32: 8 x 2 x 15 x 127 < 2^15.
+// Products of halves of a code fit into 16 bits, and so do the sums of a block of 32: 8 x 2 x 15 x 127 < 2^15. Numbers of
+// a table are whole, and each half of the block has a sum: 4 x 2 x 24 x 127 < 2^15.
 struct Codes {
     __m256i low, high;
 };
@@ -145,16 +165,18 @@ template <int BITS>
 struct Sums {
     __m256i low = _mm256_setzero_si256(), high = _mm256_setzero_si256();
 
-    void add(Codes codes, const int8_t* four) {
+    void add(Codes codes, const int8_t* four, int group) {
         int32_t all;
         memcpy(&all, four, 4);
         __m256i values = _mm256_set1_epi32(all);
-        low = added(low, _mm256_maddubs_epi16(codes.low, values));
-        if (BITS > 4) high = added(high, _mm256_maddubs_epi16(codes.high, values));
+        __m256i& sum = BITS == BY_TABLE && group >= GROUPS / 2 ? high : low;
+        sum = added(sum, _mm256_maddubs_epi16(codes.low, values));
+        if (BITS > BY_TABLE) high = added(high, _mm256_maddubs_epi16(codes.high, values));
     }
     IVec total() const {
         __m256i ones = _mm256_set1_epi16(1), sum = _mm256_madd_epi16(low, ones);
-        if (BITS > 4) sum = _mm256_add_epi32(sum, _mm256_madd_epi16(high, _mm256_set1_epi16(16)));
+        const __m256i unit = BITS == BY_TABLE ? ones : _mm256_set1_epi16(16);
+        if (BITS > 4) sum = _mm256_add_epi32(sum, _mm256_madd_epi16(high, unit));
         return (IVec)sum;
     }
 };
@@ -165,6 +187,7 @@ inline Codes codes_of(const uint8_t* block, int group) {
     auto upper = [&](__m256i bytes) { return _mm256_and_si256(_mm256_srli_epi16(bytes, 4), nibbles); };
     if (BITS == 8) return {_mm256_and_si256(at(group), nibbles), upper(at(group))};
     Codes codes{group % 2 ? upper(at(group / 2)) : _mm256_and_si256(at(group / 2), nibbles), {}};
+    if (BITS == BY_TABLE) codes.low = (__m256i)numbers_of((IVec)codes.low);
     if (BITS == 6)
         codes.high = _mm256_and_si256(_mm256_srli_epi16(at(4 + group / 4), group % 4 * 2), _mm256_set1_epi8(3));
     return codes;
@@ -177,7 +200,7 @@ template <int BITS>
 struct Sums {
     IVec whole{};
 
-    void add(Codes codes, const int8_t* four) {
+    void add(Codes codes, const int8_t* four, int) {
 #if defined(__ARM_FEATURE_DOTPROD)  // of signed numbers: 128 times the sum of the others is missing with 8 bits
         int32_t all;
         memcpy(&all, four, 4);
@@ -196,6 +219,7 @@ inline Codes codes_of(const uint8_t* block, int group) {
     if (BITS == 8) return {*(const IVec*)(block + group * REGISTER)};
     IVec low = (*(const IVec*)(block + group / 2 * REGISTER) >> (group % 2 * 4)) & 0x0f0f0f0f;
     if (BITS == 4) return {low};
+    if (BITS == BY_TABLE) return {numbers_of(low)};
     return {low | ((*(const IVec*)(block + (4 + group / 4) * REGISTER) >> (group % 4 * 2) & 0x03030303) << 4)};
 }
 #endif
@@ -226,13 +250,13 @@ inline Vec floats(const uint16_t* halves) {
 template <int BITS, int SIZE, bool MINIMA, int ROWS>
 void tile(const Activations* x, const uint8_t* w, int32_t zero, Vec* results, int64_t blocks) {
     constexpr int SCALES = COLUMNS / SIZE;  // of a block
-    constexpr int64_t BYTES = TILE * (COLUMNS * BITS / 8 + 2 * SCALES * (1 + MINIMA));
+    constexpr int64_t BYTES = TILE * (COLUMNS * stored(BITS) / 8 + 2 * SCALES * (1 + MINIMA));
     Vec sums[ROWS];
 #pragma GCC unroll 12  // all loops over rows, or sums are kept in memory
     for (int r = 0; r < ROWS; r++) sums[r] = results[r];
     for (int64_t block = 0; block < blocks; block++, x++, w += BYTES) {
         for (int64_t i = 0; i < BYTES; i += 64) prefetch_weights(w + i);
-        const uint16_t* scales = (const uint16_t*)(w + REGISTER * BITS);
+        const uint16_t* scales = (const uint16_t*)(w + REGISTER * stored(BITS));
         const Vec minima = MINIMA ? floats(scales + SCALES * TILE) : Vec{};
 #pragma GCC unroll 2
         for (int step = 0; step < SCALES; step++) {
@@ -241,7 +265,7 @@ void tile(const Activations* x, const uint8_t* w, int32_t zero, Vec* results, in
             for (int group = step * SIZE / 4; group < (step + 1) * SIZE / 4; group++) {
                 Codes codes = codes_of<BITS>(w, group);
 #pragma GCC unroll 12
-                for (int r = 0; r < ROWS; r++) whole[r].add(codes, x[r * blocks].values + 4 * group);
+                for (int r = 0; r < ROWS; r++) whole[r].add(codes, x[r * blocks].values + 4 * group, group);
             }
             const Vec scale = floats(scales + step * TILE);
 #pragma GCC unroll 12
@@ -267,6 +291,7 @@ Tile tile_of(int64_t rows, std::integer_sequence<int, ROWS...>) {
 Tile tile_of(const Part& part, int64_t rows) {
     constexpr auto COUNTS = std::make_integer_sequence<int, MOST_ROWS>();
     if (part.bits == 8) return tile_of<8, 32, false>(rows, COUNTS);
+    if (part.has_table) return tile_of<BY_TABLE, 32, false>(rows, COUNTS);
     if (part.bits == 4) return part.has_minima ? tile_of<4, 32, true>(rows, COUNTS) : tile_of<4, 32, false>(rows, COUNTS);
     if (part.size == 16) return tile_of<6, 16, false>(rows, COUNTS);
     return part.has_minima ? tile_of<6, 32, true>(rows, COUNTS) : tile_of<6, 32, false>(rows, COUNTS);
@@ -331,6 +356,7 @@ void codes_at(const Part& part, const uint8_t* block, int64_t lane, int* codes) 
         const Place low = low_place(part.bits, first, lane), high = high_place(first, lane);
         for (int i = 0; i < 4; i++) {
             codes[first + i] = block[low.byte + i] >> low.bit & (part.bits == 8 ? 0xff : 0x0f);
+            if (part.has_table) codes[first + i] = NUMBERS[codes[first + i]];
             if (part.bits == 6) codes[first + i] |= (block[high.byte + i] >> high.bit & 3) << 4;
         }
     }

@@ -5,9 +5,20 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from gguf import GGMLQuantizationType, dequantize
 from torch import Tensor
 
-from kernels.layers import EIGHT_BITS, BlockFormat, Gate, QuantisedBlocks, QuantisedWeight, in_8_bits, join
+from kernels.layers import (
+    EIGHT_BITS,
+    MXFP4,
+    BlockFormat,
+    Gate,
+    QuantisedBlocks,
+    QuantisedWeight,
+    in_8_bits,
+    join,
+    mxfp4_blocks,
+)
 from kernels.ops import REFERENCE, Ops
 from tests.kernels.conftest import BUILDS, of_build
 
@@ -18,6 +29,7 @@ FORMS = [
     BlockFormat(6, 0, has_minima=True),
     BlockFormat(6, 32, size=16),
     EIGHT_BITS,
+    MXFP4,
 ]
 
 
@@ -83,6 +95,19 @@ def test_a_row_has_the_same_bits_in_any_company(compiled: Ops, form: BlockFormat
             assert torch.equal(product(x[first : first + count]), whole[first : first + count])
 
 
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_the_largest_codes_and_activations_fit_into_their_sums(
+    form: BlockFormat, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    largest = form.numbers(torch.arange(1 << form.bits).to(torch.uint8)).argmax()
+    blocks, ones = random_blocks(form, 32, 64), torch.ones(1, 64)
+    blocks = blocks._replace(codes=torch.full_like(blocks.codes, int(largest)))
+    for build in BUILDS:
+        for ops in of_build(build, monkeypatch):
+            weight = ops.keep_blocks(form, (32, 64), torch.float32, [blocks])
+            torch.testing.assert_close(ops.plan_linear(weight, None)(ones)[0], weight.dense().sum(1))
+
+
 def test_joined_matrices_may_be_of_different_forms(compiled: Ops) -> None:
     parts = [weight_of(compiled, form, 20 + 12 * place, 64, torch.float32) for place, form in enumerate(FORMS)]
     x = torch.randn(7, 64)
@@ -112,6 +137,18 @@ def test_tensors_in_8_bits_are_close_to_what_they_were(
 def test_a_block_of_zeros_stays_one() -> None:
     blocks = in_8_bits(torch.zeros(2, 64))
     assert not blocks.weights(EIGHT_BITS).any()
+
+
+def test_floats_of_4_bits_are_those_of_their_files() -> None:
+    raw = torch.randint(256, (6, 3, 17), generator=torch.Generator().manual_seed(1)).to(torch.uint8)
+    raw[..., 0] = torch.arange(104, 122).view(6, 3)
+    raw[5, 2] = 0  # a block of zeros has any scale
+    codes = torch.cat([raw[..., 1:] & 15, raw[..., 1:] >> 4], dim=-1)
+    expected = torch.from_numpy(dequantize(raw.view(6, -1).numpy(), GGMLQuantizationType.MXFP4))
+    assert torch.equal(mxfp4_blocks(codes, raw[..., 0]).weights(MXFP4).flatten(1), expected)
+    for exponent in (103, 144, 255):
+        with pytest.raises(ValueError, match="2\\^-23"):
+            mxfp4_blocks(codes[:1, :1], torch.tensor([[exponent]], dtype=torch.uint8))
 
 
 def test_a_row_that_is_broken_stays_so_and_breaks_no_other(compiled: Ops) -> None:
