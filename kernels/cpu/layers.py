@@ -107,9 +107,15 @@ class PackedWeight(QuantisedWeight):
         return sum(part.tiles.nbytes for part in self.parts)
 
     def lookup(self, outputs: Tensor) -> Tensor:  # [...] int64 -> [..., in]
-        y = torch.empty(*outputs.shape, self.shape[1], dtype=self.dtype)
-        wanted = self.only_part, outputs.contiguous(), outputs.numel(), self.shape[1]
-        call("lookup_quantised", *wanted, y, dtype=self.dtype)
+        y, first = torch.empty(*outputs.shape, self.shape[1], dtype=self.dtype), 0
+        if len(self.parts) == 1:
+            wanted = self.only_part, outputs.contiguous(), outputs.numel(), self.shape[1]
+            call("lookup_quantised", *wanted, y, dtype=self.dtype)
+            return y
+        for part in self.parts:
+            own = (outputs >= first) & (outputs < first + part.outputs)
+            y[own] = PackedWeight([part], self.shape[1], self.dtype).lookup(outputs[own] - first)
+            first += part.outputs
         return y
 
     @property

@@ -22,8 +22,7 @@ from drafters.trained_kinds import trained_kind
 from drafters.training.initialise import TargetEnd, copy_end
 from kernels.families import OF_DRAFTERS
 from kernels.layers import dense
-from service.engine.modules import decoder_layers
-from service.engine.modules import weights_of as target_weights_of
+from service.engine.modules import decoder_layers, matrix_of
 from service.engine.weights import has_standard_layers
 
 logger = logging.getLogger(__name__)
@@ -81,7 +80,7 @@ def target_end(model: PreTrainedModel) -> TargetEnd:
     return TargetEnd(
         layers=list(decoder_layers(model).children()),
         norm=model.get_decoder().get_submodule("norm"),
-        head=dense(target_weights_of(output)["weight"]),
+        head=dense(matrix_of(output)),
         standard=has_standard_layers(model),
     )
 

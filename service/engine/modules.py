@@ -4,15 +4,18 @@ not compute the same (`decoder.py`). Also defines linear layers and embeddings t
 Legend: rows = tokens of one forward, hidden = the model's width, dim = head_dim.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
-from kernels.layers import Product, QuantisedWeight, Weight
+from kernels.experts import Experts, QuantisedStack, StackedWeight, plan_experts
+from kernels.layers import Gate, Product, QuantisedWeight, Weight, gate_mul
 from kernels.ops import Ops
 from kernels.tree_attention import KVRows
 from service.engine.kv_pool import KVPool
@@ -207,33 +210,123 @@ class QuantisedEmbedding(nn.Module):
         return found if self._scale == 1 else found * self._scale
 
 
-def weights_of(module: nn.Module) -> dict[str, Weight]:
+STACKS = ("gate_up_proj", "down_proj")
+"""Names of the matrices of transformers' modules of experts."""
+
+
+class QuantisedExperts(nn.Module):
+    """Experts of a layer on quantised blocks, gate rows before up rows. Weights that are not quantised stay in
+    transformers' layout."""
+
+    def __init__(self, experts: nn.Module, stacks: Mapping[str, QuantisedStack]) -> None:
+        """`experts`: transformers' module; `stacks`: the quantised ones of its matrices, by name. Raises ValueError for
+        another feed-forward."""
+        super().__init__()
+        self.gate: Gate = _gate_of(experts)
+        self.is_transposed, self.is_concatenated = bool(experts.is_transposed), bool(experts.is_concatenated)
+        for name, parameter in experts.named_parameters(recurse=False):
+            setattr(self, name, stacks.get(name, parameter))
+
+    def forward(self, hidden: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
+        """Sum the chosen experts' outputs, by the reference, which holds no second copy of the weights.
+        # hidden [rows, hidden]; indices [rows, chosen] int64, weights [rows, chosen] -> [rows, hidden]"""
+        return PlannedExperts(plan_experts(*expert_weights(self))).forward(hidden, indices, weights)
+
+
+class PlannedExperts(nn.Module):
+    """Experts of a layer computed by an op that holds their weights."""
+
+    def __init__(self, experts: Experts) -> None:
+        super().__init__()
+        self._experts = experts
+
+    def forward(self, hidden: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
+        """Sum the chosen experts' outputs; the order in which a row names its experts does not matter.
+        # hidden [rows, hidden]; indices [rows, chosen] int64, weights [rows, chosen] -> [rows, hidden]"""
+        chosen, order = indices.sort(-1)
+        return self._experts(hidden, chosen, weights.float().gather(-1, order))
+
+
+ExpertWeights = tuple[StackedWeight, StackedWeight, Tensor | None, Tensor | None, Gate]
+"""Arguments of the op `plan_experts`."""
+
+
+def expert_weights(module: nn.Module) -> ExpertWeights:
+    """Collect the weights of transformers' experts or of `QuantisedExperts` in the layout of the op. Raises ValueError
+    for another feed-forward."""
+    gate = module.gate if isinstance(module, QuantisedExperts) else _gate_of(module)
+
+    def of(name: str) -> Any:
+        weight = getattr(module, name, None)
+        if not isinstance(weight, Tensor):
+            return weight
+        weight = weight.mT if name in STACKS and module.is_transposed else weight
+        interleaved = not module.is_concatenated and name.startswith("gate")
+        return torch.cat((weight[:, ::2], weight[:, 1::2]), dim=1) if interleaved else weight.contiguous()
+
+    return (*map(of, (*STACKS, *(f"{name}_bias" for name in STACKS))), gate)
+
+
+def is_experts(module: nn.Module) -> bool:
+    """Whether a module holds the weights of a layer's experts, in transformers' form or in ours."""
+    return isinstance(module, QuantisedExperts) or getattr(getattr(module, STACKS[0], None), "ndim", 0) == 3
+
+
+def _gate_of(experts: nn.Module) -> Gate:
+    """Find the gate that computes the same as that of transformers' experts, on random numbers. Raises ValueError if
+    there is none."""
+    if getattr(experts, "has_gate", False) and not getattr(experts, "has_post_expert_norm", False):
+        joined = 8 * torch.randn(16, 64, generator=torch.Generator().manual_seed(0))
+        expected = experts._apply_gate(joined)  # type: ignore[operator]
+        halves = joined if experts.is_concatenated else torch.cat((joined[:, ::2], joined[:, 1::2]), dim=1)
+        for activation in get_args(Gate.__annotations__["activation"]):
+            gate = Gate(activation, float(getattr(experts, "limit", 0.0)))
+            if torch.allclose(gate_mul(halves, gate), expected):
+                return gate
+    raise ValueError(f"{type(experts).__name__} computes a feed-forward that adaptree does not know")
+
+
+def weights_of(module: nn.Module) -> dict[str, Weight | QuantisedStack]:
     """Collect all weights of a module and its children by name, including quantised ones."""
-    found: dict[str, Weight] = dict(module.named_parameters())
+    found: dict[str, Weight | QuantisedStack] = dict(module.named_parameters())
     for name, child in module.named_modules():
+        own: dict[str, Weight | QuantisedStack] = {}
         if isinstance(child, QuantisedLinear | QuantisedEmbedding):
-            found[f"{name}.weight".removeprefix(".")] = child.weight
+            own = {"weight": child.weight}
+        elif isinstance(child, QuantisedExperts):
+            own = {name: stack for name in STACKS if isinstance(stack := getattr(child, name), QuantisedStack)}
+        found |= {f"{name}.{key}".removeprefix("."): weight for key, weight in own.items()}
     return found
 
 
-def num_bytes(weight: Weight) -> int:
+def matrix_of(module: nn.Module) -> Weight:
+    """The weight of a linear layer or an embedding."""
+    weight = weights_of(module)["weight"]
+    assert not isinstance(weight, QuantisedStack), "only experts are stacked"
+    return weight
+
+
+def num_bytes(weight: Weight | QuantisedStack) -> int:
     """Size of a weight in memory, in bytes."""
     return weight.nbytes if isinstance(weight, Tensor) else weight.num_bytes
 
 
 @torch.no_grad()
 def replace_linears(model: nn.Module, table: Ops) -> int:
-    """Replace every linear layer of `model` by a `PlannedLinear` of the ops in `table`. Returns their number. A tied
+    """Replace every linear layer of `model` by a `PlannedLinear` and the experts of every layer by `PlannedExperts` of
+    the ops in `table`; experts with a feed-forward that the op does not know stay. Returns the number of both. A tied
     embedding keeps its weight."""
-    places = [
-        (parent, name, child)
-        for parent in list(model.modules())
-        for name, child in parent.named_children()
-        if isinstance(child, QuantisedLinear) or type(child) is nn.Linear
-    ]
-    for parent, name, linear in places:
-        weights = weights_of(linear)
-        bias = weights.get("bias")
-        assert not isinstance(bias, QuantisedWeight), "only matrices are quantised"
-        setattr(parent, name, PlannedLinear(table.plan_linear(weights["weight"], bias)))
-    return len(places)
+    places = [(parent, name, child) for parent in list(model.modules()) for name, child in parent.named_children()]
+    count = 0
+    while places:
+        parent, name, child = places.pop()  # holds the weights of one module twice at most
+        with suppress(ValueError):
+            if is_experts(child):
+                planned: nn.Module = PlannedExperts(table.plan_experts(*expert_weights(child)))
+            elif isinstance(child, QuantisedLinear) or type(child) is nn.Linear:
+                planned = PlannedLinear(table.plan_linear(child.weight, child.bias))
+            else:
+                continue
+            setattr(parent, name, planned)
+            count += 1
+    return count

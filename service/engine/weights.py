@@ -34,6 +34,7 @@ from transformers import (
 from drafters.network.checkpoint import TargetParts, identity_of
 from drafters.network.model import SpecBlock
 from kernels.cpu import library
+from kernels.experts import QuantisedStack
 from kernels.families import OF_DRAFTERS
 from kernels.layers import QuantisedWeight, Weight, even_sample
 from service.engine.checks import fix_longrope, refuse_doubled, refuse_incomplete, refuse_unsupported, refuse_unverified
@@ -43,7 +44,7 @@ from service.engine.gguf_file import load_gguf
 from service.engine.gguf_reader import GGUFFile, open_gguf
 from service.engine.gguf_tokenizer import tokenizer_of
 from service.engine.kv_pool import KVShape, LayerKV
-from service.engine.modules import ATTENTION_NAME, num_bytes, weights_of
+from service.engine.modules import ATTENTION_NAME, matrix_of, num_bytes, weights_of
 from service.errors import StartupError
 
 EMBEDDED_NAME = "smollm2-135m"
@@ -238,7 +239,9 @@ def _made_ready(
         kv_shape=kv_shape(model),
         read_bytes=read_bytes - (0 if head is table else num_bytes(table)),
         num_parameters=num_parameters,
-        in_blocks=all(len(weight.shape) < 2 or isinstance(weight, QuantisedWeight) for weight in weights),
+        in_blocks=all(
+            len(weight.shape) < 2 or isinstance(weight, QuantisedWeight | QuantisedStack) for weight in weights
+        ),
         initial_drafter=initial_drafter,
     )
 
@@ -276,7 +279,7 @@ def _embedding_and_head(model: PreTrainedModel) -> tuple[Weight, Weight]:
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     assert isinstance(embedding, nn.Module)
     assert isinstance(head, nn.Module), "a causal language model has an output layer"
-    return weights_of(embedding)["weight"], weights_of(head)["weight"]
+    return matrix_of(embedding), matrix_of(head)
 
 
 def resolve(name: str) -> str:
@@ -349,8 +352,10 @@ def weights_fingerprint(model: PreTrainedModel, samples: int = 64) -> str:
     """Hash the name, shape, dtype and evenly spaced sample values of every parameter."""
     digest = hashlib.sha256()
     weights = weights_of(model)
-    in_blocks = any(isinstance(weight, QuantisedWeight) for weight in weights.values())
+    in_blocks = any(isinstance(weight, QuantisedWeight | QuantisedStack) for weight in weights.values())
     for name, weight in sorted((weights if in_blocks else model.state_dict()).items()):
         digest.update(f"{name} {tuple(weight.shape)} {weight.dtype}".encode())
-        digest.update(even_sample(weight, samples).double().cpu().numpy().tobytes())
+        parts = weight.weights if isinstance(weight, QuantisedStack) else [weight]
+        for part in parts:
+            digest.update(even_sample(part, -(-samples // len(parts))).double().cpu().numpy().tobytes())
     return digest.hexdigest()[:16]

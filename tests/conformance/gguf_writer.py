@@ -1,6 +1,7 @@
 """Checkpoints as GGUF files, in the names, the layout and with the keys of llama.cpp's converter; and read back."""
 
 import math
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,14 +12,20 @@ import numpy.typing as npt
 import torch
 from gguf import GGML_QUANT_SIZES, MODEL_ARCH_NAMES, GGUFReader, GGUFWriter, dequantize, get_tensor_name_map, quantize
 from gguf import GGMLQuantizationType as Kind
-from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 Array = npt.NDArray[Any]
 Value = str | bool | int | float | list[str] | list[int] | list[float] | list[bool]
 Quantise = Callable[[Array, Kind], Array]
+View = Callable[[Array], Array]
+"""The part of a weight that is a tensor of the file, in the order of its rows; shares memory with the weight."""
 
-_PERMUTED = ("llama", "smollm3", "granite")  # llama.cpp rotates neighbours there, transformers the halves of a head
+_PERMUTED = (
+    "llama",
+    "smollm3",
+    "granite",
+    "mistral3",
+)  # llama.cpp rotates neighbours there, transformers the halves of a head
 _PLUS_ONE = ("gemma", "gemma2", "gemma3")
 _TRAINED = "original_max_position_embeddings"
 _ADD = {bool: "add_bool", int: "add_uint32", float: "add_float32", str: "add_string", list: "add_array"}
@@ -54,10 +61,10 @@ def contents(
     """Return what llama.cpp's converter makes of a model, matrices quantised to this type."""
     tensors = dict[str, tuple[Array, Kind]]()
     state = {name: weight.detach().numpy() for name, weight in model.state_dict().items()}
-    for name, gguf_name in _places(model, arch).items():
-        tensors[gguf_name] = _stored(gguf_name, state[name], model.config, arch, kind, by)
-    if (factors := _llama3_factors(model.config)) is not None:
-        tensors["rope_freqs.weight"] = factors, Kind.F32
+    for gguf_name, (name, view) in _places(model, arch).items():
+        tensors[gguf_name] = _stored(gguf_name, view(state[name]), model.config, arch, kind, by)
+    for name, factors in _rope_factors(model.config).items():
+        tensors[name] = np.asarray(factors, np.float32), Kind.F32
     described = {f"{arch}.{key}": value for key, value in _metadata(model.config, arch).items() if value is not None}
     general: dict[str, Value] = {"general.architecture": arch, "general.type": "model", "general.name": "Tiny"}
     return Contents({**general, **described, **tokenizer}, tensors)
@@ -67,36 +74,64 @@ def read_back(file: Path, config: PreTrainedConfig, arch: str, dtype: torch.dtyp
     """Return transformers' model of a file's dequantised weights."""
     model: PreTrainedModel = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=dtype)
     tensors = {tensor.name: tensor for tensor in GGUFReader(file).tensors}
-    state = dict[str, Tensor]()
-    for name, gguf_name in _places(model, arch).items():
+    state = {name: weight.float().numpy() for name, weight in model.state_dict().items()}
+    for gguf_name, (name, view) in _places(model, arch).items():
         data = dequantize(tensors[gguf_name].data, tensors[gguf_name].tensor_type)
-        state[name] = torch.from_numpy(_permuted(gguf_name, data, config, arch, back=True) - _shift(gguf_name, arch))
-    missing, unexpected = model.load_state_dict(state, strict=False)
-    assert not unexpected
-    assert set(missing) <= {"lm_head.weight"} if config.tie_word_embeddings else not missing
+        view(state[name])[...] = _permuted(gguf_name, data, config, arch, back=True) - _shift(gguf_name, arch)
+    if config.tie_word_embeddings:
+        state["lm_head.weight"] = state["model.embed_tokens.weight"]
+    model.load_state_dict({name: torch.from_numpy(data) for name, data in state.items()})
     model.eval()
     return model
 
 
-def _places(model: PreTrainedModel, arch: str) -> dict[str, str]:
-    """The tensor of the file for each weight of the model."""
-    known, places = get_tensor_name_map(_ARCHITECTURES[arch], model.config.num_hidden_layers), dict[str, str]()
+def _places(model: PreTrainedModel, arch: str) -> dict[str, tuple[str, View]]:
+    """The weight of the model for each tensor of the file, and its part of it."""
+    known = get_tensor_name_map(_ARCHITECTURES[arch], model.config.num_hidden_layers)
+    places = dict[str, tuple[str, View]]()
     for name in model.state_dict():
-        if not (name == "lm_head.weight" and model.config.tie_word_embeddings):
-            found = known.get_name(name, try_suffixes=(".weight", ".bias"))
+        if ".experts." in name:
+            places |= {tensor: (name, view) for tensor, view in _of_experts(name, model.config).items()}
+        elif not (name == "lm_head.weight" and model.config.tie_word_embeddings):
+            usual = re.sub(r"(sinks)$|(e_score_correction)_bias$", lambda end: _USUAL[end[0]], name)
+            found = known.get_name(usual, try_suffixes=(".weight", ".bias"))
             assert found is not None, name
-            places[name] = found
+            places[found] = name, lambda weight: weight
     return places
+
+
+_USUAL = {"sinks": "sinks.weight", "e_score_correction_bias": "e_score_correction.bias"}
+
+
+def _of_experts(name: str, config: PreTrainedConfig) -> dict[str, View]:
+    """The tensors with a weight of experts; llama.cpp's converter has gate and up rows apart."""
+    layer, kind = name.split(".")[2], "bias" if name.endswith("_bias") else "weight"
+    mixed = config.model_type == "gpt_oss"  # has gate and up columns by turns
+
+    def rows(weight: Array) -> Array:
+        return weight.swapaxes(1, 2) if mixed and kind == "weight" else weight
+
+    def half(weight: Array, which: int) -> slice:
+        width = weight.shape[1] // 2
+        return slice(which, None, 2) if mixed else slice(which * width, (which + 1) * width)
+
+    if "down_proj" in name:
+        return {f"blk.{layer}.ffn_down_exps.{kind}": rows}
+    gate = {f"blk.{layer}.ffn_gate_exps.{kind}": lambda weight: rows(weight)[:, half(rows(weight), 0)]}
+    return gate | {f"blk.{layer}.ffn_up_exps.{kind}": lambda weight: rows(weight)[:, half(rows(weight), 1)]}
 
 
 def _stored(
     name: str, data: Array, config: PreTrainedConfig, arch: str, kind: Kind, by: Quantise
 ) -> tuple[Array, Kind]:
-    if data.ndim == 1 or name.endswith("_norm.weight"):
+    if data.ndim == 1 or name.endswith(("_norm.weight", ".bias", "ffn_gate_inp.weight")):
         return _permuted(name, data + np.float32(_shift(name, arch)), config, arch), Kind.F32
+    if kind == Kind.MXFP4 and "_exps." not in name:
+        kind = Kind.Q8_0  # as in the files of gpt-oss's makers
     if data.shape[-1] % GGML_QUANT_SIZES[kind][0]:
         kind = Kind.F16
-    return _permuted(name, by(data, kind), config, arch), kind
+    stored = by(np.ascontiguousarray(data).reshape(-1, data.shape[-1]), kind)
+    return _permuted(name, stored.reshape(*data.shape[:-1], -1), config, arch), kind
 
 
 def _shift(name: str, arch: str) -> float:
@@ -114,18 +149,20 @@ def _permuted(name: str, data: Array, config: PreTrainedConfig, arch: str, *, ba
     return data.reshape(*shape, *data.shape[1:]).swapaxes(1, 2).reshape(data.shape)
 
 
-def _llama3_factors(config: PreTrainedConfig) -> Array | None:
-    """By how much each frequency is slowed, which llama.cpp keeps as a tensor. # [head_dim / 2] float32"""
+def _rope_factors(config: PreTrainedConfig) -> dict[str, Any]:
+    """Tensors of numbers by which frequencies are divided. # [rotated dim / 2] each"""
     rope = config.rope_parameters
+    if rope.get("rope_type") == "longrope":
+        return {f"rope_factors_{kind}.weight": rope[f"{kind}_factor"] for kind in ("long", "short")}
     if rope.get("rope_type") != "llama3":
-        return None
+        return {}
     dim = _head_dim(config)
     turns = rope["original_max_position_embeddings"] / (
         2 * math.pi * rope["rope_theta"] ** (np.arange(0, dim, 2) / dim)
     )
     low, high = rope["low_freq_factor"], rope["high_freq_factor"]
     kept = np.clip((turns - low) / (high - low), 0, 1)
-    return np.asarray(1 / ((1 - kept) / rope["factor"] + kept), np.float32)
+    return {"rope_freqs.weight": 1 / ((1 - kept) / rope["factor"] + kept)}
 
 
 def _head_dim(config: PreTrainedConfig) -> int:
@@ -135,7 +172,8 @@ def _head_dim(config: PreTrainedConfig) -> int:
 def _metadata(config: PreTrainedConfig, arch: str) -> dict[str, Value | None]:
     """Keys of an architecture; None: not in the file."""
     rope = config.rope_parameters.get("full_attention", config.rope_parameters)
-    dim, own_dim = _head_dim(config), None if arch in ("granite", "phi3") else getattr(config, "head_dim", None)
+    dim = _head_dim(config)
+    own_dim = None if arch in ("granite", "phi3", "cohere2") else getattr(config, "head_dim", None)
     rotated = int(dim * rope.get("partial_rotary_factor", 1.0))
     scaled = rope["rope_type"] in ("linear", "yarn")
     return {
@@ -146,22 +184,33 @@ def _metadata(config: PreTrainedConfig, arch: str) -> dict[str, Value | None]:
         "attention.head_count": config.num_attention_heads,
         "attention.head_count_kv": config.num_key_value_heads,
         "attention.layer_norm_rms_epsilon": getattr(config, "rms_norm_eps", None),
-        "attention.layer_norm_epsilon": getattr(config, "norm_epsilon", None),
+        "attention.layer_norm_epsilon": getattr(config, "norm_epsilon", getattr(config, "layer_norm_eps", None)),
         "attention.key_length": own_dim,
         "attention.value_length": own_dim,
         "vocab_size": config.vocab_size if arch in _PERMUTED else None,
         "rope.freq_base": None if arch in ("gemma", "gemma2") else rope["rope_theta"],  # which llama.cpp knows
-        "rope.dimension_count": rotated if arch in (*_PERMUTED, "phi3", "glm4") else None,
+        "rope.dimension_count": rotated if arch in (*_PERMUTED, "phi3", "glm4", "glm4moe", "cohere2") else None,
         "rope.scaling.type": rope["rope_type"] if scaled else None,
         "rope.scaling.factor": rope["factor"] if scaled else None,
         "rope.scaling.original_context_length": (rope if scaled else config.to_dict()).get(_TRAINED),
+        "expert_count": _experts(config),
+        "expert_used_count": config.num_experts_per_tok if _experts(config) else None,
         **_more_metadata(config, arch),
     }
+
+
+def _experts(config: PreTrainedConfig) -> int | None:
+    names = ("n_routed_experts", "num_local_experts", "num_experts")
+    return next((getattr(config, name) for name in names if hasattr(config, name)), None)
 
 
 def _more_metadata(config: PreTrainedConfig, arch: str) -> dict[str, Value | None]:
     """Keys that few have."""
     window = {"attention.sliding_window": getattr(config, "sliding_window", None)}
+    windowed: dict[str, Value | None] = {}
+    if "sliding_attention" in (getattr(config, "layer_types", None) or ()):
+        windowed = window | {"attention.sliding_window_pattern": [k == "sliding_attention" for k in config.layer_types]}
+    width = {"expert_feed_forward_length": getattr(config, "moe_intermediate_size", config.intermediate_size)}
     capped = {"final_logit_softcapping": getattr(config, "final_logit_softcapping", None)}
     match arch:
         case "gemma2":
@@ -169,11 +218,38 @@ def _more_metadata(config: PreTrainedConfig, arch: str) -> dict[str, Value | Non
         case "gemma3":
             return window | capped
         case "phi3":
-            return {"attention.sliding_window": config.sliding_window or 0}
-        case "olmo2" if config.model_type == "olmo3":
-            windowed = [kind == "sliding_attention" for kind in config.layer_types]
-            return window | {"attention.sliding_window_pattern": windowed}
+            return {"attention.sliding_window": config.sliding_window or 0, **_longrope(config)}
+        case "olmo2" | "exaone4":
+            return windowed
+        case "cohere2":
+            return window | {"logit_scale": config.logit_scale, "rope.scaling.type": "none"}
+        case "mistral3" if config.model_type == "ministral3":
+            rope = config.rope_parameters
+            scale = {"attention.temperature_scale": rope["llama_4_scaling_beta"]}
+            return scale | {"rope.scaling.yarn_log_multiplier": rope["mscale_all_dim"]}
+        case "qwen3moe":
+            return width
+        case "gpt-oss":
+            return width | window
+        case "glm4moe":
+            return width | {
+                "expert_shared_count": config.n_shared_experts,
+                "leading_dense_block_count": config.first_k_dense_replace,
+                "expert_gating_func": 2,
+                "expert_weights_scale": config.routed_scaling_factor,
+                "expert_weights_norm": config.norm_topk_prob,
+                "expert_group_count": config.n_group,
+                "expert_group_used_count": config.topk_group,
+            }
         case "granite":
             scales = {"embedding_scale": config.embedding_multiplier, "residual_scale": config.residual_multiplier}
             return scales | {"attention.scale": config.attention_multiplier, "logit_scale": config.logits_scaling}
     return {}
+
+
+def _longrope(config: PreTrainedConfig) -> dict[str, Value | None]:
+    if config.rope_parameters["rope_type"] != "longrope":
+        return {}
+    trained = config.rope_parameters[_TRAINED]
+    scale = math.log(config.max_position_embeddings / trained) / math.log(trained)
+    return {"rope.scaling.attn_factor": math.sqrt(1 + scale), "rope.scaling.original_context_length": trained}

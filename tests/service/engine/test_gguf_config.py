@@ -1,5 +1,6 @@
 """What a GGUF file's keys mean: each is read, known to have no effect, or refuses the start."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,8 @@ import pytest
 from gguf import GGMLQuantizationType
 from transformers import PreTrainedConfig
 
-from service.engine.gguf_config import ARCHITECTURES, config_of
+from service.engine.gguf_config import config_of
+from service.engine.gguf_families import ARCHITECTURES
 from service.engine.gguf_reader import GGUFFile, GGUFTensor
 from service.errors import StartupError
 
@@ -99,7 +101,10 @@ def test_yarn_has_the_attention_factor_of_the_file() -> None:
     ("architecture", "keys", "complaint"),
     [
         ("llama", {"context_length": None}, r"llama\.context_length is missing"),
-        ("llama", {"expert_count": 8}, "expert_count is 8"),
+        ("llama", {"expert_count": 8}, r"llama\.expert_used_count is missing"),
+        ("qwen2", {"expert_count": 8}, "expert_count is 8"),
+        ("mistral3", {"expert_count": 8}, "expert_count is 8"),
+        ("glm4moe", {"expert_gating_func": 1}, "expert_gating_func is 1"),
         ("llama", {"attention__causal": False}, "attention.causal is False"),
         ("llama", {"attention__sliding_window": 4096}, r"does not support the key llama\.attention\.sliding_window"),
         ("llama", {"attention__value_length": 8}, "value_length is 8"),
@@ -107,7 +112,6 @@ def test_yarn_has_the_attention_factor_of_the_file() -> None:
         ("llama", {"rope__scaling__type": "longrope"}, "scaling.type is 'longrope'"),
         ("llama", {"rope__scaling__attn_factor": 2.0}, "attn_factor is 2.0"),
         ("llama", {"attention__head_count": [4, 4, 4, 4, 4, 8]}, "head_count differs between layers"),
-        ("qwen2", {"rope__scaling__yarn_log_multiplier": 0.1}, "yarn_log_multiplier is 0.1"),
         ("gemma3", {}, r"gemma3\.attention\.sliding_window is missing"),
         ("phi3", {"rope__scaling__type": "yarn", "rope__scaling__factor": 4.0}, "scaling.type is 'yarn'"),
         ("llama", {"attention__head_count": 0}, "a value of the wrong type"),
@@ -132,9 +136,77 @@ def test_lists_of_one_value_are_that_value() -> None:
     assert config_of(file_of(attention__head_count_kv=[2] * 6)).num_key_value_heads == 2
 
 
-def test_longrope_is_named() -> None:
-    with pytest.raises(StartupError, match=r"rope_factors_long\.weight.*longrope"):
-        config_of(file_of("phi3", "rope_factors_long.weight"))
+def lists(*kinds: str) -> dict[str, GGUFTensor]:
+    """Tensors of longrope."""
+    numbers = {"long": np.array([1.0, 8.0], np.float32), "short": np.array([1.0, 2.0], np.float32)}
+    return {f"rope_factors_{kind}.weight": GGUFTensor((2,), GGMLQuantizationType.F32, numbers[kind]) for kind in kinds}
+
+
+def test_longrope_has_two_lists() -> None:
+    keys = {"rope__scaling__attn_factor": 1.2, "rope__scaling__original_context_length": 64, "rope__dimension_count": 4}
+    file = file_of("phi3", **keys)
+    config = config_of(replace(file, tensors=file.tensors | lists("long", "short")))
+    expected = {"rope_type": "longrope", "long_factor": [1.0, 8.0], "short_factor": [1.0, 2.0], "attention_factor": 1.2}
+    assert rope(config).items() >= (expected | {"original_max_position_embeddings": 64}).items()
+    with pytest.raises(StartupError, match=r"'linear' with factor 1\.0 and 1 lists of factors"):
+        config_of(replace(file, tensors=file.tensors | lists("long")))
+
+
+def test_mistral_of_multimodal_files() -> None:
+    yarn = {"rope__scaling__type": "yarn", "rope__scaling__factor": 16.0, "rope__scaling__yarn_log_multiplier": 1.0}
+    third = config_of(file_of("mistral3", attention__temperature_scale=0.1, **yarn))
+    assert (third.model_type, rope(third)["llama_4_scaling_beta"], rope(third)["attention_factor"]) == (
+        "ministral3",
+        0.1,
+        1.0,
+    )
+    small = config_of(file_of("mistral3"))
+    assert (small.model_type, small.sliding_window) == ("mistral", None)
+
+
+EXPERTS = {"expert_count": 8, "expert_used_count": 2}
+GLM = {"expert_shared_count": 1, "expert_feed_forward_length": 32, "nextn_predict_layers": 1, "expert_gating_func": 2}
+
+
+@pytest.mark.parametrize(
+    ("architecture", "keys", "expected"),
+    [
+        ("llama", {}, {"model_type": "mixtral", "num_local_experts": 8, "intermediate_size": 128}),
+        ("qwen3moe", {}, {"model_type": "qwen3_moe", "moe_intermediate_size": 64, "norm_topk_prob": True}),
+        ("qwen3moe", {"expert_feed_forward_length": 32}, {"num_experts": 8, "moe_intermediate_size": 32}),
+        ("olmoe", {}, {"num_experts": 8, "intermediate_size": 128, "norm_topk_prob": False}),
+        (
+            "glm4moe",
+            GLM | {"expert_weights_scale": 2.5, "expert_weights_norm": True, "leading_dense_block_count": 1},
+            {"num_hidden_layers": 5, "routed_scaling_factor": 2.5, "norm_topk_prob": True, "first_k_dense_replace": 1},
+        ),
+        ("glm4moe", GLM, {"routed_scaling_factor": 1.0, "norm_topk_prob": False, "first_k_dense_replace": 0}),
+        (
+            "gpt-oss",
+            {"expert_feed_forward_length": 96, "attention__sliding_window": 128},
+            {"intermediate_size": 96, "layer_types": ["sliding_attention", "full_attention"] * 3},
+        ),
+    ],
+)
+def test_experts(architecture: str, keys: dict[str, Any], expected: dict[str, Any]) -> None:
+    config = config_of(file_of(architecture, **EXPERTS, **keys))
+    assert config.num_experts_per_tok == 2
+    assert {name: getattr(config, name) for name in expected} == expected
+
+
+def test_borders_of_yarn_are_not_rounded_in_gpt_oss() -> None:
+    keys = EXPERTS | {"expert_feed_forward_length": 96, "attention__sliding_window": 128}
+    scaled = {"rope__scaling__type": "yarn", "rope__scaling__factor": 32.0}
+    assert rope(config_of(file_of("gpt-oss", **keys, **scaled)))["truncate"] is False
+
+
+def test_windows_in_three_layers_of_four() -> None:
+    window = {"attention__sliding_window": 512}
+    assert config_of(file_of("exaone4")).layer_types == ["full_attention"] * 6
+    windowed = ["sliding_attention"] * 3 + ["full_attention"] + ["sliding_attention"] * 2
+    assert config_of(file_of("exaone4", **window)).layer_types == windowed
+    command = config_of(file_of("cohere2", logit_scale=0.25, **window))
+    assert (command.layer_types, command.logit_scale, command.layer_norm_eps) == (windowed, 0.25, 1e-5)
 
 
 def test_a_part_of_each_head_is_rotated() -> None:

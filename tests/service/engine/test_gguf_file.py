@@ -12,7 +12,7 @@ from transformers import LlamaConfig, PreTrainedModel
 from benchmarks.gguf_shapes import Shape, random_blocks, write_file
 from kernels.cpu import library
 from kernels.rows import ExtendRows
-from service.engine import gguf_file
+from service.engine import gguf_blocks
 from service.engine.decoder import FusedDecoder
 from service.engine.gguf_file import load_gguf
 from service.engine.gguf_reader import open_gguf
@@ -58,10 +58,10 @@ def loaded(file: Path, dtype: torch.dtype = torch.float32, attention: str = "eag
     return load_gguf(open_gguf(file), config(), dtype, attention, in_blocks=True)
 
 
-@pytest.mark.parametrize("kind", list(gguf_file._FORMATS), ids=lambda kind: kind.name)
+@pytest.mark.parametrize("kind", list(gguf_blocks.FORMATS), ids=lambda kind: kind.name)
 def test_blocks_are_worth_what_the_gguf_package_says(kind: Kind) -> None:
     data = random_blocks(np.random.default_rng(1), 40, 512, kind)
-    weight, name = gguf_file._kept(data, kind, torch.float32)
+    weight, name = gguf_blocks.kept(data, kind, torch.float32)
     expected = torch.from_numpy(dequantize(data, kind))
     assert (weight.shape, name) == ((40, 512), kind.name)
     if name.endswith("_K"):
@@ -73,7 +73,7 @@ def test_blocks_are_worth_what_the_gguf_package_says(kind: Kind) -> None:
 def test_other_types_are_kept_in_8_bits() -> None:
     data = np.random.default_rng(1).integers(0, 255, (32, 84), dtype=np.uint8)
     data[:, 80:84] = np.array([0.01, 0.02], dtype=np.float16).view(np.uint8)
-    weight, name = gguf_file._kept(data, Kind.Q2_K, torch.float32)
+    weight, name = gguf_blocks.kept(data, Kind.Q2_K, torch.float32)
     expected = torch.from_numpy(dequantize(data, Kind.Q2_K))
     assert name == "Q2_K in 8 bits"
     torch.testing.assert_close(weight.dense(), expected, rtol=0, atol=float(expected.abs().max()) / 127)

@@ -1,0 +1,138 @@
+"""Quantised tensors of GGUF files in the kernels' blocks, or dequantised.
+
+A quantised matrix is stored as [rows, blocks, bytes], in formats defined by ggml (ggml-common.h, ggml-quants.c). If
+blocks are kept, matrices in a format without a kernel are quantised anew to 8 bits.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, dequantize
+from numpy.typing import NDArray
+from torch import Tensor
+
+from kernels import ops
+from kernels.layers import COLUMNS, EIGHT_BITS, BlockFormat, QuantisedBlocks, QuantisedWeight, in_8_bits
+from service.engine.gguf_reader import GGUFTensor
+
+_PIECE = 1 << 23  # number of weights that are converted at once
+PLAIN = {GGMLQuantizationType.F32, GGMLQuantizationType.F16, GGMLQuantizationType.BF16, GGMLQuantizationType.F64}
+"""Types of tensors that are not quantised."""
+
+
+def dense(tensor: GGUFTensor, dtype: torch.dtype) -> Tensor:
+    """Dequantise a tensor piece by piece. # -> [*shape]"""
+    if len(tensor.shape) < 2:
+        return numbers(tensor).to(dtype)
+    dense, first = torch.empty(tensor.shape, dtype=dtype), 0
+    for piece in _pieces(tensor.data, tensor.shape[1]):
+        dense[first : first + len(piece)] = torch.from_numpy(np.array(dequantize(piece, tensor.kind)))
+        first += len(piece)
+    return dense
+
+
+def numbers(tensor: GGUFTensor) -> Tensor:
+    """Dequantise a small tensor. # -> [*shape] float32"""
+    return torch.from_numpy(dequantize(tensor.data, tensor.kind).astype(np.float32))
+
+
+def kept(data: NDArray[Any], kind: GGMLQuantizationType, dtype: torch.dtype) -> tuple[QuantisedWeight, str]:
+    """Convert a quantised matrix to the kernels' block format. Returns it, and the name of the format.
+    # data [out, bytes]"""
+    columns, size = GGML_QUANT_SIZES[kind]
+    shape = data.shape[0], data.shape[1] // size * columns
+    keep = ops.on(torch.device("cpu")).keep_blocks
+    if kind not in FORMATS:
+        pieces = (in_8_bits(torch.from_numpy(dequantize(piece, kind))) for piece in _pieces(data, shape[1]))
+        return keep(EIGHT_BITS, shape, dtype, pieces), f"{kind.name} in 8 bits"
+    form, unpack = FORMATS[kind]
+    by_block = (torch.from_numpy(piece.copy()).unflatten(1, (-1, size)) for piece in _pieces(data, shape[1]))
+    return keep(form, shape, dtype, (unpack(block, form) for block in by_block)), kind.name
+
+
+def _pieces(data: NDArray[Any], columns: int) -> Iterator[NDArray[Any]]:
+    rows = max(COLUMNS, _PIECE // columns // COLUMNS * COLUMNS)
+    for first in range(0, data.shape[0], rows):
+        yield data[first : first + rows]
+
+
+def _halves(raw: Tensor) -> Tensor:
+    """Reinterpret bytes as float16. # [..., 2 n] uint8 -> [..., n] float16"""
+    return raw.contiguous().view(torch.float16)
+
+
+def _nibbles(raw: Tensor) -> Tensor:
+    """Lower four bits of all bytes, then upper four bits. # [..., n] -> [..., 2 n]"""
+    return torch.cat([raw & 15, raw >> 4], dim=-1)
+
+
+def _bits(raw: Tensor, *shifts: int, mask: int = 1) -> Tensor:
+    """Shift all bytes right by each of `shifts`, mask them, and concatenate the results.
+    # [..., n] -> [..., shifts * n]"""
+    return torch.cat([raw >> shift & mask for shift in shifts], dim=-1)
+
+
+def _of_32(raw: Tensor, form: BlockFormat) -> QuantisedBlocks:
+    """Unpack Q4_0, Q4_1, Q5_0 and Q5_1. A block holds scale, minimum, fifth bits, and codes, with four bits of columns
+    j and j + 16 in byte j. # [rows, blocks, bytes]"""
+    halves = 2 * (1 + form.has_minima)
+    head, rest = _halves(raw[..., :halves]), raw[..., halves:]
+    codes = _nibbles(rest[..., -16:])
+    if form.bits > 4:  # bit i of 32 is the fifth bit of column i
+        spread = rest[..., :4, None] >> torch.arange(8, dtype=torch.uint8) & 1
+        codes = codes | spread.flatten(-2) << 4
+    return QuantisedBlocks(codes, head[..., :1], head[..., 1:] if form.has_minima else None)
+
+
+def _q8_0(raw: Tensor, form: BlockFormat) -> QuantisedBlocks:
+    """Unpack Q8_0. A block holds a scale, and codes as signed bytes. # [rows, blocks, bytes]"""
+    return QuantisedBlocks(raw[..., 2:] ^ 128, _halves(raw[..., :2]))
+
+
+def _scaled(blocks: Tensor, scales: Tensor) -> Tensor:
+    """Compute the sub-block scales of K formats: integer scales times the block's scale.
+    # blocks [rows, blocks, 1], scales [rows, blocks, parts] -> [rows, blocks * parts]"""
+    return (blocks.float() * scales.float()).half().flatten(1)
+
+
+def _of_k(raw: Tensor, form: BlockFormat) -> QuantisedBlocks:
+    """Unpack Q4_K and Q5_K. A block holds its scale and minimum, eight 6-bit scales and minima, fifth bits, and codes
+    in groups of 64 columns. # [rows, blocks, bytes]"""
+    heads, packed, rest = _halves(raw[..., :4]), raw[..., 4:16], raw[..., 16:]
+    first, second, third = packed.split(4, dim=-1)
+    scales = torch.cat([first & 63, third & 15 | first >> 6 << 4], dim=-1)
+    minima = torch.cat([second & 63, third >> 4 | second >> 6 << 4], dim=-1)
+    codes = _nibbles(rest[..., -128:].unflatten(-1, (4, 32))).flatten(-2)  # [rows, blocks, 256]
+    if form.bits > 4:
+        codes = codes | _bits(rest[..., :32], *range(8)) << 4
+    rows = raw.shape[0]
+    return QuantisedBlocks(
+        codes.view(rows, -1, COLUMNS),
+        _scaled(heads[..., :1], scales)[..., None],
+        _scaled(-heads[..., 1:], minima)[..., None],
+    )
+
+
+def _q6_k(raw: Tensor, form: BlockFormat) -> QuantisedBlocks:
+    """Unpack Q6_K. A block holds the lower four bits and the upper two bits of codes in groups of 128 columns, 16
+    scales, and its own scale. # [rows, blocks, bytes]"""
+    low, high = raw[..., :128].unflatten(-1, (2, 64)), raw[..., 128:192].unflatten(-1, (2, 32))
+    codes = _nibbles(low) | _bits(high, 0, 2, 4, 6, mask=3) << 4
+    scales = _scaled(_halves(raw[..., 208:]), raw[..., 192:208].view(torch.int8))
+    rows = raw.shape[0]
+    return QuantisedBlocks(codes.view(rows, -1, COLUMNS), scales.view(rows, -1, 2))
+
+
+FORMATS: Mapping[GGMLQuantizationType, tuple[BlockFormat, Callable[[Tensor, BlockFormat], QuantisedBlocks]]] = {
+    GGMLQuantizationType.Q4_0: (BlockFormat(4, 8), _of_32),
+    GGMLQuantizationType.Q4_1: (BlockFormat(4, 0, has_minima=True), _of_32),
+    GGMLQuantizationType.Q5_0: (BlockFormat(6, 16), _of_32),
+    GGMLQuantizationType.Q5_1: (BlockFormat(6, 0, has_minima=True), _of_32),
+    GGMLQuantizationType.Q8_0: (EIGHT_BITS, _q8_0),
+    GGMLQuantizationType.Q4_K: (BlockFormat(4, 0, has_minima=True), _of_k),
+    GGMLQuantizationType.Q5_K: (BlockFormat(6, 0, has_minima=True), _of_k),
+    GGMLQuantizationType.Q6_K: (BlockFormat(6, 32, size=16), _q6_k),
+}
+"""File formats whose blocks can be kept, with the kernels' block format and the function that unpacks the bytes."""

@@ -1,0 +1,244 @@
+"""Architectures of GGUF files: how each differs from Llama's, in tensors and in config fields."""
+
+from collections.abc import Mapping
+
+from service.engine.gguf_metadata import Architecture, Metadata, Values
+from service.engine.gguf_reader import GGUFFile
+
+_LOCAL_THETA = 10_000.0  # rotary base of Gemma 3's windowed layers; early files do not contain it
+_GEMMA_27B = (46, 62)  # layer counts of the two Gemmas that scale attention scores by hidden_size / heads
+_HEAD_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
+_POST_NORMS = {
+    "post_attention_norm": "post_attention_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+_GEMMA_NORMS = _POST_NORMS | {"ffn_norm": "pre_feedforward_layernorm"}
+_GATE = {"ffn_gate_inp": "mlp.gate"}
+_SHARED_EXPERTS = {f"ffn_{name}_shexp": f"mlp.shared_experts.{name}_proj" for name in ("gate", "up", "down")}
+_SIGMOID = 2  # value of `expert_gating_func`
+
+
+def _biases(values: Values, keys: Metadata, file: GGUFFile) -> Values:
+    """Config fields for biases; layers have biases if the file contains their tensors."""
+    return {
+        "attention_bias": "blk.0.attn_q.bias" in file.tensors,
+        "mlp_bias": "blk.0.ffn_up.bias" in file.tensors,
+    }
+
+
+def _llama(values: Values, keys: Metadata, file: GGUFFile) -> Values:
+    """Config fields of Llama, or of Mixtral if there are experts."""
+    if not file.fields.get(f"{keys.prefix}expert_count"):
+        return _biases(values, keys, file)
+    return {"model_type": "mixtral", **_experts(keys, "num_local_experts"), "sliding_window": None}
+
+
+def _experts(keys: Metadata, name: str) -> Values:
+    """Config fields for the number of experts, called `name`, and of those that are chosen for a token."""
+    return {name: keys.need("expert_count"), "num_experts_per_tok": keys.need("expert_used_count")}
+
+
+def _mistral3(values: Values, keys: Metadata, file: GGUFFile) -> Values:
+    """Config fields of Ministral 3, whose queries grow with their position, or of Mistral if they do not."""
+    scale = keys.take("attention.temperature_scale", 0.0)
+    if not scale:
+        return {"model_type": "mistral", "sliding_window": None}
+    return {"rope_parameters": values["rope_parameters"] | {"llama_4_scaling_beta": scale}}
+
+
+def _qwen3_moe(values: Values, keys: Metadata, file: GGUFFile) -> Values:
+    chosen = _experts(keys, "num_experts")
+    width = keys.take("expert_feed_forward_length", 0) or values["intermediate_size"] // chosen["num_experts_per_tok"]
+    return {**chosen, "moe_intermediate_size": width, "norm_topk_prob": True}
+
+
+def _olmoe(values: Values, keys: Metadata, file: GGUFFile) -> Values:
+    return {**_experts(keys, "num_experts"), "norm_topk_prob": False}
+
+
+def _glm4_moe(values: Values, keys: Metadata, file: GGUFFile) -> Values:
+    """Config fields of GLM 4.5. The last blocks may be a drafter's, which llama.cpp does not run either."""
+    if (function := keys.take("expert_gating_func", 0)) not in (0, _SIGMOID):
+        raise keys.refuse("expert_gating_func", function)
+    drafter = keys.take("nextn_predict_layers", 0)
+    return {
+        **_experts(keys, "n_routed_experts"),
+        "num_hidden_layers": values["num_hidden_layers"] - drafter,
+        "num_mtp_layers": drafter,
+        "first_k_dense_replace": keys.take("leading_dense_block_count", 0),
+        "moe_intermediate_size": keys.need("expert_feed_forward_length"),
+        "n_shared_experts": keys.need("expert_shared_count"),
+        "routed_scaling_factor": keys.take("expert_weights_scale", 0.0) or 1.0,
+        "norm_topk_prob": keys.take("expert_weights_norm", False),
+        "n_group": keys.take("expert_group_count", 0) or 1,
+        "topk_group": keys.take("expert_group_used_count", 0) or 1,
+        "attention_bias": "blk.0.attn_q.bias" in file.tensors,
+        "use_qk_norm": "blk.0.attn_q_norm.weight" in file.tensors,
+    }
+
+
+def _gpt_oss(values: Values, keys: Metadata, file: GGUFFile) -> Values:
+    """Config fields of gpt-oss. Its makers do not round the borders of YaRN's frequencies, which files do not say."""
+    rope = values["rope_parameters"]
+    return {
+        **_experts(keys, "num_local_experts"),
+        "intermediate_size": keys.need("expert_feed_forward_length"),
+        "sliding_window": keys.need("attention.sliding_window"),
+        "layer_types": _layer_types(values, keys, period=2),
+        "rope_parameters": rope | ({"truncate": False} if rope["rope_type"] == "yarn" else {}),
+    }
+
+
+def _exaone4(values: Values, keys: Metadata, file: GGUFFile) -> Values:
+    """Config fields of EXAONE 4; if some layers have windows, the others have no rotary positions."""
+    window = keys.take("attention.sliding_window", 0)
+    layers = _layer_types(values, keys, period=4) if window else ["full_attention"] * values["num_hidden_layers"]
+    return {"sliding_window": window or None, "layer_types": layers}
+
+
+def _cohere2(values: Values, keys: Metadata, file: GGUFFile) -> Values:
+    return {
+        "sliding_window": keys.need("attention.sliding_window"),
+        "layer_types": _layer_types(values, keys, period=4),
+        "logit_scale": keys.need("logit_scale"),
+    }
+
+
+def _gemma2(values: Values, keys: Metadata, file: GGUFFile) -> Values:
+    return {
+        "sliding_window": keys.take("attention.sliding_window", 4096),
+        "attn_logit_softcapping": keys.take("attn_logit_softcapping", 50.0),
+        "final_logit_softcapping": keys.take("final_logit_softcapping", 30.0),
+        "query_pre_attn_scalar": _gemma_scalar(values),
+        "layer_types": _layer_types(values, keys, period=2),
+    }
+
+
+def _gemma3(values: Values, keys: Metadata, file: GGUFFile) -> Values:
+    """Config fields of Gemma 3. Rotary scaling applies only to layers without a window. Keys of the vision tower are
+    ignored."""
+    keys.drop("mm.", "vision.")
+    return {
+        "sliding_window": keys.need("attention.sliding_window"),
+        "final_logit_softcapping": keys.take("final_logit_softcapping", 0.0) or None,
+        "query_pre_attn_scalar": _gemma_scalar(values),
+        "layer_types": _layer_types(values, keys, period=6),
+        "rope_parameters": _rope_by_layer(values, keys.take("rope.freq_base_swa", _LOCAL_THETA)),
+    }
+
+
+def _rope_by_layer(values: Values, theta: float) -> Values:
+    """Rotary parameters by layer type: the file's for full attention, unscaled ones with base `theta` for windows."""
+    local = {"rope_type": "default", "rope_theta": theta}
+    return {"full_attention": values["rope_parameters"], "sliding_attention": local}
+
+
+def _gemma_scalar(values: Values) -> int:
+    """Value of `query_pre_attn_scalar`, by whose square root attention scores are divided. Files do not contain it; as
+    in llama.cpp it follows from the layer count."""
+    is_27b = values["num_hidden_layers"] in _GEMMA_27B
+    scalar: int = values["hidden_size"] // values["num_attention_heads"] if is_27b else values["head_dim"]
+    return scalar
+
+
+def _layer_types(values: Values, keys: Metadata, *, period: int) -> list[str]:
+    """Attention type of each layer, from the file's list. Without one the last of every `period` layers has full
+    attention, the others have a window."""
+    pattern, count = keys.take("attention.sliding_window_pattern", period, by_layer=True), values["num_hidden_layers"]
+    windowed = pattern if isinstance(pattern, list) else [index % pattern < pattern - 1 for index in range(count)]
+    return ["sliding_attention" if one else "full_attention" for one in windowed]
+
+
+def _phi3(values: Values, keys: Metadata, file: GGUFFile) -> Values:
+    rope = values["rope_parameters"]
+    if rope["rope_type"] not in ("default", "longrope"):
+        raise keys.refuse("rope.scaling.type", repr(rope["rope_type"]))
+    trained = rope.get("original_max_position_embeddings", values["max_position_embeddings"])
+    window = keys.take("attention.sliding_window", 0)
+    return {"sliding_window": window or None, "original_max_position_embeddings": trained}
+
+
+def _granite(values: Values, keys: Metadata, file: GGUFFile) -> Values:
+    """Config fields of Granite: its multipliers. A missing attention multiplier defaults to head_dim ** -0.5, the
+    embedding and residual multipliers to 1."""
+    return {
+        "attention_multiplier": keys.take("attention.scale") or values["head_dim"] ** -0.5,
+        "embedding_multiplier": keys.take("embedding_scale") or 1.0,
+        "residual_multiplier": keys.take("residual_scale") or 1.0,
+        "logits_scaling": keys.need("logit_scale"),
+        **_biases(values, keys, file),
+    }
+
+
+def _olmo2(values: Values, keys: Metadata, file: GGUFFile) -> Values:
+    """Config fields of OLMo 2, or of OLMo 3 if the file has a window; windowed layers use unscaled rotary positions."""
+    window = keys.take("attention.sliding_window", 0)
+    if not window:
+        return {}
+    return {
+        "model_type": "olmo3",
+        "sliding_window": window,
+        "layer_types": _layer_types(values, keys, period=4),
+        "rope_parameters": _rope_by_layer(values, values["rope_parameters"]["rope_theta"]),
+    }
+
+
+ARCHITECTURES: Mapping[str, Architecture] = {
+    "llama": Architecture("llama", tensors=_GATE, more=_llama, pairs_adjacent=True),
+    "mistral3": Architecture("ministral3", more=_mistral3, pairs_adjacent=True),
+    "qwen2": Architecture("qwen2"),
+    "qwen3": Architecture("qwen3", tensors=_HEAD_NORMS),
+    "qwen3moe": Architecture("qwen3_moe", tensors=_HEAD_NORMS | _GATE, more=_qwen3_moe),
+    "olmoe": Architecture("olmoe", tensors=_HEAD_NORMS | _GATE, more=_olmoe),
+    "gemma": Architecture("gemma", norms_plus_one=True),
+    "gemma2": Architecture("gemma2", tensors=_GEMMA_NORMS, more=_gemma2, norms_plus_one=True),
+    "gemma3": Architecture("gemma3_text", tensors=_HEAD_NORMS | _GEMMA_NORMS, more=_gemma3, norms_plus_one=True),
+    "phi3": Architecture(
+        "phi3",
+        tensors={"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
+        more=_phi3,
+        rotary_part=True,
+    ),
+    "smollm3": Architecture("smollm3", more=_biases, pairs_adjacent=True),
+    "granite": Architecture("granite", more=_granite, pairs_adjacent=True),
+    "olmo2": Architecture("olmo2", tensors=_HEAD_NORMS | _POST_NORMS, more=_olmo2),
+    "exaone4": Architecture("exaone4", tensors=_HEAD_NORMS | _POST_NORMS, more=_exaone4),
+    "cohere2": Architecture("cohere2", more=_cohere2, epsilon=("attention.layer_norm_epsilon", "layer_norm_eps")),
+    "glm4": Architecture(
+        "glm4",
+        tensors={
+            "post_attention_norm": "post_self_attn_layernorm",
+            "post_ffw_norm": "post_mlp_layernorm",
+            "ffn_up": "mlp.gate_up_proj",
+        },
+        more=_biases,
+        rotary_part=True,
+    ),
+    "glm4moe": Architecture(
+        "glm4_moe",
+        tensors={
+            **_HEAD_NORMS,
+            **_GATE,
+            **_SHARED_EXPERTS,
+            "post_attention_norm": "post_attention_layernorm",
+            "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
+        },
+        more=_glm4_moe,
+        rotary_part=True,
+    ),
+    "gpt-oss": Architecture(
+        "gpt_oss",
+        tensors={
+            "post_attention_norm": "post_attention_layernorm",
+            "attn_sinks.weight": "self_attn.sinks",
+            "ffn_gate_inp": "mlp.router",
+        },
+        more=_gpt_oss,
+    ),
+    "starcoder2": Architecture(
+        "starcoder2",
+        tensors={"ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"},
+        epsilon=("attention.layer_norm_epsilon", "norm_epsilon"),
+    ),
+}
+"""Supported architectures by their names in GGUF files."""
