@@ -106,7 +106,17 @@ _ROWS = 4096  # rows of a weight that are held as float32 at a time while it is 
 
 _MODULES = {
     "cpu": ("entries", "experts", "growth", "layers", "steps", "tree_attention", "trees"),
-    "triton": ("joint_tree", "layers", "memory", "rank_features", "sample", "settle", "tree_attention", "trees"),
+    "triton": (
+        "experts",
+        "joint_tree",
+        "layers",
+        "memory",
+        "rank_features",
+        "sample",
+        "settle",
+        "tree_attention",
+        "trees",
+    ),
 }
 
 REFERENCE = Ops()

@@ -156,6 +156,11 @@ def _launch_layer(dtype: torch.dtype) -> None:
     DEVICE.add_rms_norm(hidden, None, hidden[0], 1e-5, 1.0)
     for gate in (Gate("silu"), Gate("gelu_tanh"), Gate("clamped_swiglu", 7.0)):
         DEVICE.gate_mul(torch.randn(4, 2 * 14336).to(dtype), gate)
+        run = DEVICE.plan_experts(
+            torch.zeros(4, 128, 96, dtype=dtype), torch.zeros(4, 96, 64, dtype=dtype), None, None, gate
+        )
+        for number in (4, 512):
+            run(torch.zeros(number, 96, dtype=dtype), torch.arange(2).repeat(number, 1), torch.ones(number, 2))
     joined, angles = torch.randn(4, 48 * 128).to(dtype), hidden[:, :128].contiguous()
     pool, slots = torch.zeros(2, 10, 8, 128, dtype=dtype), torch.zeros(4, dtype=torch.int64)
     for norms in (None, (angles[0], angles[0]), (joined[0, :4096].clone(), joined[0, :1024].clone())):

@@ -91,9 +91,19 @@ def kernels() -> Iterator[None]:
     """While it lasts, what is compiled for this processor stands for kernels, as do references that read there."""
     own = ops.on(torch.device("cpu"))
     memory = ("add_text", "grow_joint_tree", "learn_committed")
-    plain = ("add_rms_norm", "rotary_store", "gate_mul", "choose_likeliest", "sample", "rank_features", *memory)
+    plain = (
+        "add_rms_norm",
+        "rotary_store",
+        "gate_mul",
+        "choose_experts",
+        "choose_likeliest",
+        "sample",
+        "rank_features",
+        *memory,
+    )
     table = Ops(
         plan_linear=lambda weight, bias: _kernel(own.plan_linear(weight, bias)),
+        plan_experts=lambda *args: _kernel(own.plan_experts(*args)),
         plan_attention=_kernel(lambda *args, **kwargs: _Attention(own.plan_attention(*args, **kwargs))),
         **{name: _kernel(getattr(own, name)) for name in plain},
     )

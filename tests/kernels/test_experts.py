@@ -20,6 +20,8 @@ from kernels.cpu.library import use_threads
 from kernels.experts import QuantisedStack, Router, StackedWeight, join_stacks
 from kernels.layers import BlockFormat, Gate
 from kernels.ops import REFERENCE, Ops
+from kernels.triton import experts as kernel
+from kernels.triton.experts import plan_experts
 from tests.kernels.conftest import BUILDS, of_build
 from tests.kernels.test_cpu_quantised import FORMS, assert_close, pieces, random_blocks
 
@@ -175,6 +177,35 @@ def test_a_row_has_the_same_bits_in_any_company(compiled: Ops, form: BlockFormat
         for count in range(2, 41):
             places = torch.randperm(40)[:count]
             assert torch.equal(rows(places), alone[places])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("gate", GATES, ids=str)
+@pytest.mark.parametrize("rows", [1, 21, 140])
+def test_a_device_equals_the_reference(rows: int, gate: Gate, dtype: torch.dtype, device: str) -> None:
+    x, (indices, weights) = drawn(rows, HIDDEN, dtype=dtype), choices(rows)
+    shapes = (2 * WIDTH, HIDDEN), (HIDDEN, WIDTH), (2 * WIDTH,)
+    up, down, bias = (drawn(EXPERTS, *shape, dtype=dtype) for shape in shapes)
+    expected = REFERENCE.plan_experts(up, down, bias, None, gate)(x, indices, weights)
+    run = plan_experts(up.to(device), down.to(device), bias.to(device), None, gate)
+    assert_close(run(x.to(device), indices.to(device), weights.to(device)).cpu(), expected)
+    assert run(x[:0].to(device), indices[:0].to(device), weights[:0].to(device)).shape == (0, HIDDEN)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_on_a_device_every_tile_and_company_gives_the_same_bits(
+    dtype: torch.dtype, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    up, down = (drawn(4, *shape, dtype=dtype).to(device) for shape in ((64, 300), (300, 32)))
+    given = [value.to(device) for value in (drawn(70, 300, dtype=dtype), *choices(70, 2, 4))]
+    run = plan_experts(up, down, None, None, Gate("silu"))
+    whole = run(*given)
+    for places in (torch.tensor([7]), torch.randperm(70)[:20], torch.randperm(70)):
+        assert torch.equal(run(*(value[places.to(device)] for value in given)), whole[places.to(device)])
+    for tile in (kernel._FEW, kernel._MANY):
+        if dtype == torch.bfloat16:
+            monkeypatch.setattr(kernel, "_tile_for", lambda *_, tile=tile: tile)
+            assert torch.equal(run(*given), whole)
 
 
 def test_stacks_of_different_forms_are_joined(compiled: Ops) -> None:

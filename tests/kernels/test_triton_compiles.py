@@ -22,6 +22,8 @@ KERNELS = {
     "_dense_gradient",
     "_add_norm",
     "_gate",
+    "_grouped",
+    "_add_chosen",
     "_rotate_store",
     "_judge",
     "_mark",

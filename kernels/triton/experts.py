@@ -1,0 +1,186 @@
+# ruff: noqa: N803 - sizes that a kernel is compiled for are written in capitals
+# mypy: allow-untyped-decorators
+"""The feed-forward of `kernels.experts` in three launches: products before the gate, products after it, and the sum.
+
+Rows are sorted by expert, and a program computes some outputs of one expert for a tile of its rows. How many tiles an
+expert has is known on the device alone, so that there are as many programs as there may be tiles; a program without
+rows ends at once. As in `kernels.triton.layers`, a row's sums have one order in any tile."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.experts import Experts, QuantisedStack, StackedWeight
+from kernels.layers import Gate
+from kernels.triton.layers import gated
+
+
+class _Tile(NamedTuple):
+    """The share of the output that a program computes, and its schedule, which fits into the smallest device."""
+
+    rows: int
+    features: int  # outputs; of gate and of up projections, each
+    columns: int  # columns that are summed at a time
+    stages: int
+
+
+_FEW, _MANY = _Tile(16, 64, 64, 4), _Tile(64, 64, 64, 4)  # rows of each expert; both use the same instructions
+_FLOAT32 = _Tile(16, 32, 32, 2)
+_BLOCK = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class _GroupedExperts:
+    """Planned experts with dense weights."""
+
+    gate_up: Tensor  # [experts, 2 * width, in]
+    down: Tensor  # [experts, out, width]
+    gate_up_bias: Tensor | None
+    down_bias: Tensor | None
+    gate: Gate
+
+    def __call__(self, x: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
+        """Run the chosen experts. # x [rows, in]; indices, weights [rows, chosen] -> [rows, out]"""
+        (rows, chosen), (experts, out, width) = indices.shape, self.down.shape
+        y = x.new_empty(rows, out)
+        if not rows:
+            return y
+        pairs = _sorted_by_expert(indices, experts, _tile_for(x.dtype, rows * chosen, experts))
+        hidden, parts = x.new_empty(rows * chosen, width), x.new_empty(rows * chosen, out)
+        _multiply(x.contiguous(), self.gate_up, self.gate_up_bias, hidden, pairs, self.gate)
+        _multiply(hidden, self.down, self.down_bias, parts, pairs, None)
+        _add_chosen[(rows, triton.cdiv(out, _BLOCK))](
+            parts, weights.contiguous(), y, out, CHOSEN=chosen, BLOCK=_BLOCK, enable_fp_fusion=True
+        )
+        return y
+
+
+def plan_experts(
+    gate_up: StackedWeight, down: StackedWeight, gate_up_bias: Tensor | None, down_bias: Tensor | None, gate: Gate
+) -> Experts:
+    """Same as the reference op; quantised weights are dequantised. # gate_up [experts, 2 * width, in], down [experts,
+    out, width], gate_up_bias [experts, 2 * width], down_bias [experts, out]"""
+    up, last = (stack.dense() if isinstance(stack, QuantisedStack) else stack.contiguous() for stack in (gate_up, down))
+    up_bias, last_bias = (None if bias is None else bias.contiguous() for bias in (gate_up_bias, down_bias))
+    return _GroupedExperts(up, last, up_bias, last_bias, gate)
+
+
+def _tile_for(dtype: torch.dtype, pairs: int, experts: int) -> _Tile:
+    """Choose the tile by the mean number of an expert's rows."""
+    if dtype == torch.float32:
+        return _FLOAT32
+    return _MANY if pairs >= _MANY.rows // 2 * experts else _FEW
+
+
+class _Pairs(NamedTuple):
+    """Pairs of a row and one of its experts, sorted by expert and cut into tiles of one expert each."""
+
+    order: Tensor  # [pairs], numbers of pairs
+    tiles: Tensor  # [3, tiles], expert, first place and end; a tile without pairs ends before it begins
+    tile: _Tile
+    chosen: int
+
+
+def _sorted_by_expert(indices: Tensor, experts: int, tile: _Tile) -> _Pairs:
+    """# indices [rows, chosen]"""
+    flat, chosen = indices.flatten(), indices.shape[1]
+    counts = flat.new_zeros(experts).scatter_add_(0, flat, torch.ones_like(flat))
+    num_tiles = (counts + tile.rows - 1) // tile.rows
+    ends, last_tiles = counts.cumsum(0), num_tiles.cumsum(0)
+    number = torch.arange(len(flat) // tile.rows + min(len(flat), experts), device=flat.device)
+    expert = torch.searchsorted(last_tiles, number, right=True)  # `experts` beyond the last tile
+    known = expert.clamp(max=experts - 1)
+    first = (ends - counts)[known] + (number - (last_tiles - num_tiles)[known]) * tile.rows
+    tiles = torch.stack((known, first, torch.where(expert < experts, ends[known], 0)))
+    return _Pairs(flat.argsort(stable=True), tiles, tile, chosen)
+
+
+def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, pairs: _Pairs, gate: Gate | None) -> None:
+    """Compute the products of all pairs. With a gate x has one line for each row, and results are sorted by expert;
+    else x is sorted, and results are not."""
+    columns, width, tile, num_tiles = weight.shape[2], out.shape[1], pairs.tile, pairs.tiles.shape[1]
+    _grouped[num_tiles, triton.cdiv(width, tile.features)](
+        x, weight, weight if bias is None else bias, out, pairs.order, pairs.tiles, num_tiles, width, columns,
+        CHOSEN=pairs.chosen, ACTIVATION=None if gate is None else gate.activation,
+        LIMIT=0.0 if gate is None else gate.limit, HAS_BIAS=bias is not None, EVEN=columns % tile.columns == 0,
+        ROWS=tile.rows, FEATURES=tile.features, COLUMNS=tile.columns, num_warps=4, num_stages=tile.stages,
+        enable_fp_fusion=True,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["count"])
+def _grouped(
+    x: tl.tensor,
+    weight: tl.tensor,
+    bias: tl.tensor,
+    out: tl.tensor,
+    order: tl.tensor,
+    tiles: tl.tensor,
+    count: tl.tensor,
+    width: tl.tensor,
+    columns: tl.tensor,
+    CHOSEN: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    LIMIT: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    EVEN: tl.constexpr,
+    ROWS: tl.constexpr,
+    FEATURES: tl.constexpr,
+    COLUMNS: tl.constexpr,
+) -> None:
+    """Compute one tile of the output: with an activation, of gated products."""
+    gated_too: tl.constexpr = ACTIVATION is not None
+    number = tl.program_id(0)
+    expert, first, end = tl.load(tiles + number), tl.load(tiles + count + number), tl.load(tiles + 2 * count + number)
+    place = first + tl.arange(0, ROWS)
+    feature = tl.program_id(1) * FEATURES + tl.arange(0, FEATURES)
+    is_row, is_feature = place < end, feature < width
+    pair = tl.load(order + place, mask=is_row, other=0)
+    source, target = (pair // CHOSEN, place) if gated_too else (place, pair)
+    outputs = width * (2 if gated_too else 1)
+    lines = weight + (expert * outputs + feature)[:, None] * columns
+    others = x + source[None, :] * columns
+    total = tl.zeros([FEATURES, ROWS], tl.float32)
+    up = tl.zeros([FEATURES, ROWS], tl.float32)
+    for start in range(0, tl.where(first < end, columns, 0), COLUMNS):
+        column = start + tl.arange(0, COLUMNS)
+        left_held, right_held = is_feature[:, None], is_row[None, :]
+        if not EVEN:
+            left_held, right_held = left_held & (column < columns)[None, :], right_held & (column < columns)[:, None]
+        right = tl.load(others + column[:, None], mask=right_held, other=0.0)
+        left = tl.load(lines + column[None, :], mask=left_held, other=0.0)
+        total = tl.dot(left, right, total, input_precision="ieee")
+        if gated_too:
+            left = tl.load(lines + width * columns + column[None, :], mask=left_held, other=0.0)
+            up = tl.dot(left, right, up, input_precision="ieee")
+    if HAS_BIAS:
+        biases = bias + expert * outputs + feature
+        total += tl.load(biases, mask=is_feature, other=0.0).to(tl.float32)[:, None]
+        if gated_too:
+            up += tl.load(biases + width, mask=is_feature, other=0.0).to(tl.float32)[:, None]
+    if gated_too:
+        kind: tl.constexpr = out.dtype.element_ty
+        total = gated(total.to(kind).to(tl.float32), up.to(kind).to(tl.float32), ACTIVATION, LIMIT, kind)
+    tl.store(out + target[None, :] * width + feature[:, None], total, mask=is_feature[:, None] & is_row[None, :])
+
+
+@triton.jit
+def _add_chosen(
+    parts: tl.tensor,
+    weights: tl.tensor,
+    out: tl.tensor,
+    width: tl.tensor,
+    CHOSEN: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """Add up a row's results in the order of its experts. # parts [rows, chosen, width]"""
+    row, place = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros([BLOCK], tl.float32)
+    for one in range(CHOSEN):
+        value = tl.load(parts + (row * CHOSEN + one) * width + place, mask=place < width, other=0.0)
+        total += value.to(tl.float32) * tl.load(weights + row * CHOSEN + one)
+    tl.store(out + row * width + place, total, mask=place < width)
