@@ -61,7 +61,8 @@ def layers_for(text: PreTrainedConfig, kind: str = "specblock") -> dict[str, Any
         return {**own, "model_type": family, "attention_bias": False, "mlp_bias": False} if family else own
     sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
     others = ("num_key_value_heads", "head_dim", "max_position_embeddings", "rms_norm_eps")
-    known = {name: getattr(text, name) for name in (*sizes, *others) if getattr(text, name, None) is not None}
+    layer = text.per_layer_config[0]  # layers may differ in their heads
+    known = {name: getattr(layer, name) for name in (*sizes, *others) if getattr(layer, name, None) is not None}
     return {**LlamaConfig(**known).to_dict(), **({"model_type": family} if family else {})}
 
 
