@@ -46,6 +46,9 @@ PUBLIC_DRAFTERS = {
     "Qwen/Qwen3-8B": "RedHatAI/Qwen3-8B-speculator.eagle3",
     "Qwen/Qwen3-14B": "RedHatAI/Qwen3-14B-speculator.eagle3",
     "Qwen/Qwen3-32B": "RedHatAI/Qwen3-32B-speculator.eagle3",
+    "Qwen/Qwen3-30B-A3B-Instruct-2507": "RedHatAI/Qwen3-30B-A3B-Instruct-2507-speculator.eagle3",
+    "openai/gpt-oss-20b": "RedHatAI/gpt-oss-20b-speculator.eagle3",
+    "openai/gpt-oss-120b": "RedHatAI/gpt-oss-120b-speculator.eagle3",
 }
 """Drafters on the hub that are made for a target, by their cards. `auto` uses them where there is no other."""
 

@@ -20,6 +20,7 @@ VERIFIED = frozenset(
         "gemma4_text",
         "glm4",
         "glm4_moe",
+        "gpt_oss",
         "granite",
         "llama",
         "ministral3",

@@ -115,6 +115,8 @@ _OLMOE: Values = {"num_experts": 16, "num_experts_per_tok": 4, "intermediate_siz
 _GLM45: Values = {"num_local_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 128, "head_dim": 64}
 _GLM45 |= {"attention_bias": True} | _rope(1e6, partial_rotary_factor=0.5)
 _GLM45_FULL = _GLM45 | {"use_qk_norm": True, "routed_scaling_factor": 2.5, "n_group": 4, "topk_group": 2}
+_GPT_OSS: Values = {"num_local_experts": 16, "num_experts_per_tok": 4, "head_dim": 64, **_WINDOWED, "swiglu_limit": 2.0}
+_GPT_OSS |= {"intermediate_size": 128} | _rope(150_000.0, "yarn", truncate=False, **_YARN)
 _EXAONE4: Values = {"num_hidden_layers": 4, **_WINDOWED, **_rope(1e6, "llama3", **_LLAMA3)}
 _COHERE2: Values = {"num_hidden_layers": 4, **_WINDOWED, **_TIED, "logit_scale": 0.25, **_rope(5e4)}
 _MINISTRAL3_ROPE: Values = {**_YARN, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.5}
@@ -199,6 +201,7 @@ CHECKPOINTS = (
     Checkpoint("OLMoE", "", "olmoe", _OLMOE, _UNNORMED | _FEWER_EXPERTS),
     Checkpoint("GLM-4.5", "Air", "glm4_moe", _GLM45, {"qkv bias": "proj.bias", **_FEWER_EXPERTS}),
     Checkpoint("GLM-4.5", "", "glm4_moe", _GLM45_FULL, {"scale": {"routed_scaling_factor": 1.0}, **_UNNORMED}),
+    Checkpoint("gpt-oss", "", "gpt_oss", _GPT_OSS, {"sinks": "sinks", "biases": "bias", "windows": _WIDE}),
     Checkpoint("EXAONE 4", "", "exaone4", _EXAONE4, _UNNORMED | _NO_WINDOWS),
     Checkpoint("Command R7B", "", "cohere2", _COHERE2, {"logit_scale": {"logit_scale": 1.0}, **_NO_WINDOWS}),
     Checkpoint("Gemma 4", "per-layer embeddings", "gemma4_text", _GEMMA4_EDGE, _GEMMA4_PLAIN, within="gemma4"),
