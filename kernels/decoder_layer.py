@@ -6,7 +6,7 @@ Legend: rows = tokens of one forward, hidden = the model's width, dim = head_dim
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -24,6 +24,7 @@ class RowPlaces:
 
     rotary: Mapping[str, RotaryRows]  # by the names of `AttentionSpec.rope`
     groups: tuple[KVRows, ...]  # one for all layers, or one for layers without a window and one for those with one
+    per_layer: Tensor | None = None  # [layers, rows, width], the rows' embeddings for each layer
 
     def of(self, window: int | None) -> KVRows:
         """Return the group of layers with this window."""
@@ -56,8 +57,8 @@ class RotaryTable:
 class FeedForward(Protocol):
     """The feed-forward of a layer."""
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """# x [rows, hidden] -> like x"""
+    def __call__(self, x: Tensor, hidden: Tensor) -> Tensor:
+        """Compute the output from the normed states `x` or the hidden states. # both [rows, hidden] -> like x"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +70,7 @@ class DenseFeedForward:
     down: Product
     gate: Gate
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, hidden: Tensor) -> Tensor:
         return self.down(self.ops.gate_mul(self.gate_up(x), self.gate))
 
 
@@ -81,14 +82,53 @@ class SparseFeedForward:
     router: Router
     logits: Product  # scores of experts
     correction: Tensor | None  # [experts], added to scores for the choice alone
+    expert_scale: Tensor | None  # [experts], factor on the weights of the chosen
     experts: Experts
     shared: DenseFeedForward | None
 
-    def __call__(self, x: Tensor) -> Tensor:
-        given = x.float() if self.router.scores == "sigmoid" else x
-        chosen, weights = self.ops.choose_experts(self.logits(given).float(), self.router, self.correction)
-        y = self.experts(x, chosen, weights)
-        return y if self.shared is None else y.add_(self.shared(x))
+    def __call__(self, x: Tensor, hidden: Tensor) -> Tensor:
+        y = self.routed(x, x)
+        return y if self.shared is None else y.add_(self.shared(x, hidden))
+
+    def routed(self, x: Tensor, seen: Tensor) -> Tensor:
+        """Sum up the outputs of the experts that the router chooses for `seen`. # x, seen [rows, hidden] -> like x"""
+        given = seen.float() if self.router.scores == "sigmoid" else seen
+        logits = self.logits(given).float()
+        return self.experts(x, *self.ops.choose_experts(logits, self.router, self.correction, self.expert_scale))
+
+
+@dataclass(frozen=True, slots=True)
+class ParallelFeedForward:
+    """A dense feed-forward, and experts beside it on the hidden states: the sum of the norms of their outputs."""
+
+    dense: DenseFeedForward
+    sparse: SparseFeedForward
+    norm: Callable[[Tensor, Tensor], Tensor]  # x [rows, hidden], weight [hidden] -> like x
+    router_norm: Tensor  # [hidden], like the others
+    input_norm: Tensor
+    output_norms: tuple[Tensor, Tensor]
+
+    def __call__(self, x: Tensor, hidden: Tensor) -> Tensor:
+        beside = self.sparse.routed(self.norm(hidden, self.input_norm), self.norm(hidden, self.router_norm))
+        y = self.norm(self.dense(x, hidden), self.output_norms[0])
+        return y.add_(self.norm(beside, self.output_norms[1]))
+
+
+@dataclass(frozen=True, slots=True)
+class PerLayerInput:
+    """What the embeddings of tokens for a layer add to its hidden states: norm(projection(gelu(gate(h)) * e))."""
+
+    ops: Ops
+    index: int  # of the layer
+    gate: Product
+    projection: Product
+    norm: Callable[[Tensor], Tensor]
+
+    def __call__(self, hidden: Tensor, places: RowPlaces) -> Tensor:
+        """# hidden [rows, hidden] -> like it"""
+        assert places.per_layer is not None, "the model embeds tokens for each layer"
+        joined = torch.cat((self.gate(hidden), places.per_layer[self.index]), dim=-1)
+        return self.norm(self.projection(self.ops.gate_mul(joined, Gate("gelu_tanh"))))
 
 
 class _Weights:
@@ -107,6 +147,23 @@ class _Weights:
             raise ValueError(f"weights of {', '.join(places)} are missing, or some of their biases")
         return self._ops.plan_linear(join(found), torch.cat(biases) if biases else None)
 
+    def heads(self, spec: AttentionSpec, epsilon: float, norm_offset: float | None) -> Heads:
+        """Describe the heads of the fused projection."""
+        norms = None
+        if spec.norms is not None:
+            norm = self.vector("self_attn.q_norm.weight")
+            norms = norm, norm if spec.source is not None else self.vector("self_attn.k_norm.weight")
+        projected: Literal["qkv", "qk", "q"] = "qk" if spec.keys_are_values else "qkv"
+        if spec.source is not None:
+            projected = "q"
+        return Heads(spec.query_heads, norms, epsilon, norm_offset, spec.value_norm, projected)
+
+    def per_layer(self, index: int, norm: Callable[[Tensor, Tensor], Tensor]) -> PerLayerInput:
+        """Plan what the embeddings of tokens for this layer add."""
+        weight = self.vector("post_per_layer_input_norm.weight")
+        gate, projection = self.product("per_layer_input_gate"), self.product("per_layer_projection")
+        return PerLayerInput(self._ops, index, gate, projection, lambda x: norm(x, weight))
+
     def _matrix(self, name: str) -> Weight:
         value = self.left.pop(name)
         assert not isinstance(value, QuantisedStack), "only experts are stacked"
@@ -122,24 +179,41 @@ class _Weights:
         """Take a weight if it is there."""
         return self.vector(name) if name in self.left else None
 
-    def feed_forward(self, spec: FeedForwardSpec) -> FeedForward:
-        """Plan the feed-forward."""
+    def feed_forward(self, spec: FeedForwardSpec, norm: Callable[[Tensor, Tensor], Tensor]) -> FeedForward:
+        """Plan the feed-forward; `norm`: x, weight -> normed."""
         if spec.router is None:
             return self._dense("mlp", spec.gate)
-        router = f"mlp.{spec.router_name}"
+        if not spec.beside:
+            return self._sparse(spec, spec.router, f"mlp.{spec.router_name}", "mlp.experts")
+        scale = self.vector("router.scale")
+        return ParallelFeedForward(
+            self._dense("mlp", spec.gate),
+            self._sparse(spec, spec.router, "router.proj", "experts"),
+            norm,
+            router_norm=scale.float().mul(scale.shape[0] ** -0.5).to(scale.dtype),
+            input_norm=self.vector("pre_feedforward_layernorm_2.weight"),
+            output_norms=(
+                self.vector("post_feedforward_layernorm_1.weight"),
+                self.vector("post_feedforward_layernorm_2.weight"),
+            ),
+        )
+
+    def _sparse(self, spec: FeedForwardSpec, how: Router, router: str, experts: str) -> SparseFeedForward:
+        """Plan experts; `router`, `experts`: names of modules."""
         weight, bias = self._matrix(f"{router}.weight"), self.optional(f"{router}.bias")
-        if spec.router.scores == "sigmoid":
+        if how.scores == "sigmoid":
             weight = dense(weight).float()
         return SparseFeedForward(
             self._ops,
-            spec.router,
+            how,
             logits=self._ops.plan_linear(weight, bias),
             correction=self.optional(f"{router}.e_score_correction_bias"),
+            expert_scale=self.optional("router.per_expert_scale"),
             experts=self._ops.plan_experts(
-                self._stack("mlp.experts.gate_up_proj", spec.transposed),
-                self._stack("mlp.experts.down_proj", spec.transposed),
-                self._biases("mlp.experts.gate_up_proj_bias", spec.transposed),
-                self._biases("mlp.experts.down_proj_bias", spec.transposed),
+                self._stack(f"{experts}.gate_up_proj", spec.transposed),
+                self._stack(f"{experts}.down_proj", spec.transposed),
+                self._biases(f"{experts}.gate_up_proj_bias", spec.transposed),
+                self._biases(f"{experts}.down_proj_bias", spec.transposed),
                 spec.gate,
             ),
             shared=None if spec.shared is None else self._dense(f"mlp.{spec.shared}", spec.gate),
@@ -182,6 +256,8 @@ class DecoderLayer:
     query_key_value: Product
     output: Product
     feed_forward: FeedForward
+    per_layer: PerLayerInput | None
+    scalar: Tensor | None  # [1], factor on the layer's output
 
     @staticmethod
     def of(
@@ -190,22 +266,26 @@ class DecoderLayer:
         """Build a layer from weights named as in transformers. Raises ValueError if weights are missing, or if there
         are others that the record does not say."""
         found, attention = _Weights(weights, ops), spec.attention
+
+        def norm(x: Tensor, weight: Tensor) -> Tensor:
+            return ops.add_rms_norm(x.contiguous(), None, weight, epsilon, spec.norm_offset)
+
         try:
-            head_norms = None
-            if attention.norms is not None:
-                head_norms = found.vector("self_attn.q_norm.weight"), found.vector("self_attn.k_norm.weight")
+            heads = found.heads(attention, epsilon, spec.norm_offset)
             layer = DecoderLayer(
                 ops,
                 attention,
-                Heads(attention.query_heads, head_norms, epsilon, spec.norm_offset),
+                heads,
                 found.vector("self_attn.sinks").float() if attention.sinks else None,
                 norms=Norms(*(None if name is None else found.vector(f"{name}.weight") for name in spec.norms)),
                 residual=spec.residual,
                 query_key_value=found.product(
-                    *(f"self_attn.{name}_proj" for name in "qkv"), fused="self_attn.qkv_proj"
+                    *(f"self_attn.{name}_proj" for name in heads.projected), fused="self_attn.qkv_proj"
                 ),
                 output=found.product("self_attn.o_proj"),
-                feed_forward=found.feed_forward(spec.feed_forward),
+                feed_forward=found.feed_forward(spec.feed_forward, norm),
+                per_layer=None if spec.per_layer is None else found.per_layer(spec.per_layer, norm),
+                scalar=found.vector("layer_scalar") if spec.scaled else None,
             )
         except KeyError as error:
             raise ValueError(f"weight {error.args[0]} is missing") from error
@@ -217,7 +297,14 @@ class DecoderLayer:
         """Run the layer on hidden + delta. Adds `delta` and the attention output to `hidden` in place, and returns the
         feed-forward output, which the next layer adds as its `delta`.
         # hidden, delta [rows, hidden]; pool [2, slots, kv_heads, dim] -> like delta"""
-        return self.rest(self.store(hidden, delta, places, pool), hidden, places, pool)
+        delta = self.rest(self.store(hidden, delta, places, pool), hidden, places, pool)
+        if self.per_layer is not None:
+            hidden += delta
+            delta = self.per_layer(hidden, places)
+        if self.scalar is not None:
+            hidden *= self.scalar
+            delta = delta * self.scalar
+        return delta
 
     def rest(self, query: Tensor, hidden: Tensor, places: RowPlaces, pool: Tensor) -> Tensor:
         """Run the second part of the layer, after `store`: adds the attention output to `hidden` in place, and returns
@@ -228,7 +315,7 @@ class DecoderLayer:
         )
         delta = self._scaled(self.add_norm(self.output(attended.flatten(1)), None, self.norms.attention_output))
         x = self.add_norm(hidden, delta, self.norms.mlp_input)
-        return self._scaled(self.add_norm(self.feed_forward(x), None, self.norms.mlp_output))
+        return self._scaled(self.add_norm(self.feed_forward(x, hidden), None, self.norms.mlp_output))
 
     def store(self, hidden: Tensor, delta: Tensor | None, places: RowPlaces, pool: Tensor) -> Tensor:
         """Run the first part of the layer: norm hidden + delta, project it, and store keys and values in the pool.

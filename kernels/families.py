@@ -54,6 +54,9 @@ class AttentionSpec:
     norms: Literal["head", "projection"] | None = None  # what a norm of queries or keys spans; None without such norms
     sinks: bool = False  # softmax has one more logit per head, without a value
     query_scaling: QueryScaling | None = None
+    value_norm: bool = False  # values are normed by head, without a weight
+    keys_are_values: bool = False  # the projection of keys, before its norm, is that of values too
+    source: int | None = None  # earlier layer whose keys and values this one reads; it projects only queries
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +67,7 @@ class FeedForwardSpec:
     router: Router | None = None  # how experts are chosen; None: a dense feed-forward
     router_name: str = "gate"  # module of the router within `mlp`
     shared: str | None = None  # module within `mlp` of a dense feed-forward that is added to the experts' output
+    beside: bool = False  # experts run beside the dense feed-forward, on the hidden states; each part has norms
     transposed: bool = False  # dense experts are stored [experts, in, out], with gate and up columns interleaved
 
 
@@ -77,6 +81,8 @@ class LayerSpec:
     norm_offset: float | None = None  # norms weight by offset + weight in float32; None: by the weight, after rounding
     residual: float = 1.0  # factor on the outputs of attention and feed-forward before they are added
     biases: tuple[bool, bool, bool] = (False, False, False)  # in q, k and v; attention output; dense feed-forward
+    scaled: bool = False  # the layer's output is multiplied by its `layer_scalar`
+    per_layer: int | None = None  # index of the layer, if the embeddings of tokens for each layer are added to it
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +94,7 @@ class ModelSpec:
     embedding_scale: float = 1.0
     logit_divisor: float = 1.0  # of logits, before the cap
     logit_softcap: float | None = None
+    per_layer_width: int = 0  # of the embeddings of tokens for each layer; 0: none
     halved_angles: bool = False  # transformers returns cosines and sines of one half of the rotated columns
 
 
@@ -207,6 +214,33 @@ def gemma(config: Config) -> ModelSpec:
     return _model(config, layers, embedding_scale=scale, logit_softcap=config.get("final_logit_softcapping"))
 
 
+def gemma4(config: Config) -> ModelSpec:
+    """Gemma 4: layers without a window have other heads, the last ones read the keys and values of earlier ones; small
+    models embed tokens for each layer, others have experts beside each dense feed-forward."""
+    kinds, first = config["layer_types"], config["num_hidden_layers"] - config["num_kv_shared_layers"]
+    feed_forward = FeedForwardSpec(Gate("gelu_tanh"))
+    if config["enable_moe_block"]:
+        router = Router(config["top_k_experts"], "softmax", normalised=True)
+        feed_forward = replace(feed_forward, router=router, beside=True)
+    width, layers = config["hidden_size_per_layer_input"], list[LayerSpec]()
+    for index, kind in enumerate(kinds):
+        windowed = kind == "sliding_attention"
+        layer = _layer(
+            {**config, **config["per_layer_config"].get(str(index), {})},
+            config["sliding_window"] if windowed else None,
+            scale=1.0,
+            rope=kind,
+            norms="head",
+            value_norm=True,
+            keys_are_values=config["attention_k_eq_v"] and not windowed,
+            source=None if index < first else max(i for i in range(first) if kinds[i] == kind),
+        )
+        other = {"norms": BOTH_NORMS, "norm_offset": 0.0, "scaled": True, "per_layer": index if width else None}
+        layers.append(replace(layer, feed_forward=feed_forward, **other))
+    scale, cap = config["hidden_size"] ** 0.5, config.get("final_logit_softcapping")
+    return _model(config, layers, embedding_scale=scale, logit_softcap=cap, per_layer_width=width)
+
+
 def _sparse(config: Config, router: Router, **other: Any) -> FeedForwardSpec:
     if config.get("hidden_act", "silu") != "silu":
         raise ValueError(f"experts are gated by {config['hidden_act']}")
@@ -280,6 +314,7 @@ FAMILIES: Mapping[str, Callable[[Config], ModelSpec]] = {
     "gemma": gemma,
     "gemma2": gemma,
     "gemma3_text": gemma,
+    "gemma4_text": gemma4,
     "mixtral": mixtral,
     "qwen3_moe": qwen3_moe,
     "olmoe": olmoe,

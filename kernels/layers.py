@@ -266,6 +266,8 @@ class Heads(NamedTuple):
     norms: tuple[Tensor, Tensor] | None = None  # weights for queries and for keys, see `rotary_store`
     epsilon: float = 0.0
     norm_offset: float | None = None  # see `add_rms_norm`
+    value_norm: bool = False  # values are normed by head, without a weight
+    projected: Literal["qkv", "qk", "q"] = "qkv"  # qk: keys are values too; q: keys and values are stored already
 
 
 def add_rms_norm(
@@ -303,15 +305,18 @@ def rotary_store(joined: Tensor, rotary: RotaryRows | None, slots: Tensor, pool:
     """y = round(x * cos) + round([-x_2; x_1] * sin), x = [x_1; x_2]: split the fused projection into queries, keys and
     values, norm queries and keys if `heads` has norms, rotate both unless `rotary` is None, and store keys and values
     in the pool. A norm weight of width dim norms each head; a wider one norms all heads of a row together.
-    # joined [rows, (query heads + 2 kv_heads) * dim]; slots [rows] int64; pool [2, slots, kv_heads, dim], in one type
-    with joined; norms of queries and of keys, both [dim], or [query heads * dim] and [kv_heads * dim]
+    # joined [rows, (query heads + 2 kv_heads) * dim], without what `heads.projected` lacks; slots [rows] int64; pool [2,
+    slots, kv_heads, dim], in one type with joined; norms of queries and of keys, both [dim], or [query heads * dim] and [kv_heads * dim]
     -> queries [rows, query heads, dim]"""
     kv_heads, dim = pool.shape[2:]
-    query, key, value = joined.unflatten(1, (-1, dim)).split([heads.query_heads, kv_heads, kv_heads], dim=1)
-    if heads.norms is not None:
-        query, key = (_normed(x, weight, heads) for x, weight in zip((query, key), heads.norms, strict=True))
-    pool[0].index_copy_(0, slots, key if rotary is None else rotated(key, rotary.cos, rotary.sin))
-    pool[1].index_copy_(0, slots, value)
+    parts = [heads.query_heads, kv_heads, kv_heads][: len(heads.projected)]
+    query, *others = joined.unflatten(1, (-1, dim)).split(parts, dim=1)
+    if others:
+        key, value = others[0], others[-1]
+        key = key if heads.norms is None else _normed(key, heads.norms[1], heads)
+        pool[0].index_copy_(0, slots, key if rotary is None else rotated(key, rotary.cos, rotary.sin))
+        pool[1].index_copy_(0, slots, _normed(value, value.new_ones(dim), heads) if heads.value_norm else value)
+    query = query if heads.norms is None else _normed(query, heads.norms[0], heads)
     if rotary is None:
         held: Tensor = query.contiguous()
         return held

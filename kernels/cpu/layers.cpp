@@ -63,6 +63,14 @@ void gate_rows(const T* joined, T* y, int64_t rows, int64_t width, float limit) 
     });
 }
 
+template <class T>
+void store_value(const T* x, const Heads<T>& heads, T* to) {
+    if (!heads.value_norm) return void(memcpy(to, x, size_t(heads.dim) * sizeof(T)));
+    const float scale = norm_scale(x, heads.epsilon, heads.dim);
+    for (int64_t i = 0; i < heads.dim; i += LANES)
+        store_end(to + i, load_end(x + i, heads.dim - i) * scale, heads.dim - i);
+}
+
 // What rotation makes of the first `rotated` columns of a head; the others stay.
 template <class T>
 void rotate(const T* x, const T* cos, const T* sin, int64_t rotated_columns, int64_t dim, T* to) {
@@ -107,18 +115,16 @@ void rotary_store(const T* joined, const Rotary<T>* rotary, const int64_t* slots
                   T* values, int64_t rows) {
     const Heads<T> h = *heads;
     const Rotary<T> turn = *rotary;
-    const int64_t count = h.query_heads + 2 * h.kv_heads, dim = h.dim;
+    const int64_t count = h.query_heads + (h.projected - 1) * h.kv_heads, dim = h.dim;
     for_each(rows, rows * count * dim <= FEW, [=](int64_t row) {
         const T *c = turn.cos + row * turn.columns, *s = turn.sin + row * turn.columns;
         T normed[MOST_DIM];
         float scale = 0;
         for (int64_t head = 0; head < count; head++) {
             const T* x = joined + (row * count + head) * dim;
-            int64_t key = head - h.query_heads, value = key - h.kv_heads;
-            if (value >= 0) {
-                memcpy(values + (slots[row] * h.kv_heads + value) * dim, x, size_t(dim) * sizeof(T));
-                continue;
-            }
+            const int64_t key = head - h.query_heads, value = h.projected == 2 ? key : key - h.kv_heads;
+            if (value >= 0) store_value(x, h, values + (slots[row] * h.kv_heads + value) * dim);
+            if (key >= h.kv_heads) continue;
             if (const T* weight = key >= 0 ? h.key_norm : h.query_norm) {
                 const int64_t number = key >= 0 ? key : head, of_kind = key >= 0 ? h.kv_heads : h.query_heads;
                 if (!h.whole || number == 0) scale = norm_scale(x, h.epsilon, h.whole ? of_kind * dim : dim);

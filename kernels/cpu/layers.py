@@ -203,7 +203,8 @@ def _heads(heads: Heads, kv_heads: int, dim: int) -> CStruct:
     """Build the C structure `Heads` of ops.h."""
     norms, whole = heads.norms or (None, None), spans_projection(heads.norms, dim)
     floats = heads.epsilon, _offset(heads.norm_offset)
-    return CStruct(*norms, whole, heads.query_heads, kv_heads, dim, floats=floats)
+    numbers = heads.query_heads, kv_heads, dim, len(heads.projected), heads.value_norm
+    return CStruct(*norms, whole, *numbers, floats=floats)
 
 
 _MOST_ROTARY = 3  # as in decoder.h
@@ -259,10 +260,11 @@ def plan_layers(layers: Sequence[Any], pools: Sequence[Tensor], taps: Sequence[i
 
 
 def _packed(layer: "DecoderLayer") -> list[PackedLinear]:
-    """List the layer's packed products that have an even number of input columns, of a dense feed-forward."""
-    forward = layer.feed_forward
+    """List the layer's packed products that have an even number of input columns; none if more follows attention than
+    a dense feed-forward."""
+    forward, plain = layer.feed_forward, layer.scalar is None and layer.per_layer is None
     products = layer.query_key_value, layer.output, getattr(forward, "gate_up", None), getattr(forward, "down", None)
-    return [one for one in products if isinstance(one, PackedLinear) and not one.missing]
+    return [one for one in products if plain and isinstance(one, PackedLinear) and not one.missing]
 
 
 def _structures_of(layer: "DecoderLayer", pool: Tensor, rotary: int, tap: int) -> list[CStruct]:

@@ -31,6 +31,8 @@ struct Heads {  // of a fused projection
     const T *query_norm, *key_norm;  // null: none
     int64_t whole;                   // whether these are of all heads of a row together
     int64_t query_heads, kv_heads, dim;
+    int64_t projected;   // 3: queries, keys and values; 2: keys are values too; 1: queries alone
+    int64_t value_norm;  // whether values are normed, without a weight
     float epsilon, offset;  // see add_rms_norm
 };
 

@@ -232,11 +232,12 @@ def rotary_store(joined: Tensor, rotary: RotaryRows | None, slots: Tensor, pool:
     cos, sin, scale = rotary or (joined, joined, None)
     rotated = 0 if rotary is None else cos.shape[1]
     if rows:
-        _rotate_store[(rows, heads.query_heads + 2 * kv_heads)](
+        _rotate_store[(rows, heads.query_heads + (len(heads.projected) - 1) * kv_heads)](
             joined.contiguous(), cos.contiguous(), sin.contiguous(), joined if scale is None else scale, slots,
             pool[0], pool[1], query, query_norm, key_norm, heads.epsilon, NORMS=heads.norms is not None,
-            OFFSET=heads.norm_offset, SPAN=span, SCALES=scale is not None, QUERY_HEADS=heads.query_heads,
-            KV_HEADS=kv_heads, DIM=dim, HALF=rotated // 2, BLOCK=triton.next_power_of_2(dim), enable_fp_fusion=False,
+            OFFSET=heads.norm_offset, SPAN=span, SCALES=scale is not None, VALUE_NORM=heads.value_norm,
+            KEYS_ARE_VALUES=heads.projected == "qk", QUERY_HEADS=heads.query_heads, KV_HEADS=kv_heads,
+            DIM=dim, HALF=rotated // 2, BLOCK=triton.next_power_of_2(dim), enable_fp_fusion=False,
         )  # fmt: skip
     return query
 
@@ -258,6 +259,8 @@ def _rotate_store(
     OFFSET: tl.constexpr,
     SPAN: tl.constexpr,  # elements of all heads that are normed together, rounded up; 0 if each head is normed alone
     SCALES: tl.constexpr,
+    VALUE_NORM: tl.constexpr,
+    KEYS_ARE_VALUES: tl.constexpr,
     QUERY_HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     DIM: tl.constexpr,
@@ -272,6 +275,10 @@ def _rotate_store(
     kind: tl.constexpr = joined.dtype.element_ty
     source = joined + (row * tl.num_programs(1) + head) * DIM
     own = tl.load(source + place, mask=held, other=0.0).to(tl.float32)
+    slot = tl.load(slots + row) * KV_HEADS + head - QUERY_HEADS
+    if head >= QUERY_HEADS + (0 if KEYS_ARE_VALUES else KV_HEADS):
+        value = own * tl.rsqrt(tl.sum(own * own, 0) / DIM + epsilon) if VALUE_NORM else own
+        tl.store(values + (slot - (0 if KEYS_ARE_VALUES else KV_HEADS)) * DIM + place, value, mask=held)
     if head < QUERY_HEADS + KV_HEADS:
         other = tl.load(source + partner, mask=held, other=0.0).to(tl.float32)
         if NORMS:
@@ -295,14 +302,10 @@ def _rotate_store(
             own = tl.where(turns, _turned(own, across, cos + angle, sin + angle, turns, kind), own)
         if SCALES and head < QUERY_HEADS:
             own = (own * tl.load(query_scale + row).to(tl.float32)).to(kind).to(tl.float32)
-    slot = tl.load(slots + row) * KV_HEADS + head - QUERY_HEADS
-    # three stores, because queries and the pool may have different types
     if head < QUERY_HEADS:
         tl.store(query + (row * QUERY_HEADS + head) * DIM + place, own, mask=held)
     elif head < QUERY_HEADS + KV_HEADS:
         tl.store(keys + slot * DIM + place, own, mask=held)
-    else:
-        tl.store(values + (slot - KV_HEADS) * DIM + place, own, mask=held)
 
 
 @triton.jit

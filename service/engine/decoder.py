@@ -52,6 +52,7 @@ class FusedDecoder:
         # transformers rounds it to the type of the embedding
         self._scale = torch.tensor(spec.embedding_scale, dtype=self._embedding.dtype).item()
         self._rotary = _rotary_tables(model, spec, self._embedding.dtype, device)
+        self._per_layer = _PerLayerEmbedding(inner, spec, layers[0].ops) if spec.per_layer_width else None
         self._spec, self._layers, self._ops = spec, layers, layers[0].ops
         self._norm = inner.get_submodule("norm").get_parameter("weight")
         self._head = self._ops.plan_linear(head.weight, head.bias)
@@ -68,7 +69,8 @@ class FusedDecoder:
         features: bool = True,
     ) -> tuple[Tensor, Tensor | None]:
         """Run a forward; see `Layers`."""
-        hidden, places, tapped = self.embedded(tokens), self.places(positions, groups), None
+        hidden, tapped = self.embedded(tokens), None
+        places = self.places(tokens, hidden, positions, groups)
         if features and self._taps:
             tapped = hidden.new_empty(hidden.shape[0], len(self._tapped) * hidden.shape[1])
         delta = self._run_of(pool)(hidden, None, places, tapped)
@@ -90,9 +92,10 @@ class FusedDecoder:
         found = look_up(tokens, self._embedding)
         return found if self._scale == 1 else found * self._scale
 
-    def places(self, positions: Tensor, groups: Groups) -> RowPlaces:
-        """Collect rotary embeddings, keys and values of a forward's rows. # positions [rows] int64"""
-        return RowPlaces({name: table(positions) for name, table in self._rotary.items()}, groups)
+    def places(self, tokens: Tensor, hidden: Tensor, positions: Tensor, groups: Groups) -> RowPlaces:
+        """Collect what all layers read of a forward's rows. # tokens, positions [rows] int64, hidden [rows, hidden]"""
+        per_layer = None if self._per_layer is None else self._per_layer(tokens, hidden)
+        return RowPlaces({name: table(positions) for name, table in self._rotary.items()}, groups, per_layer)
 
     def logits(self, hidden: Tensor, delta: Tensor | None, rows: LogitRows) -> Tensor:
         """Compute the logits of `rows`, of all if that is a slice; the last layer's output is `hidden` + `delta`.
@@ -104,6 +107,28 @@ class FusedDecoder:
             logits = logits / self._spec.logit_divisor
         cap = self._spec.logit_softcap
         return logits if cap is None else torch.tanh(logits / cap) * cap
+
+
+class _PerLayerEmbedding:
+    """Embeddings of tokens for each layer: (norm(projection(h) / sqrt(hidden)) + sqrt(width) e) / sqrt(2) (Gemma 4)."""
+
+    def __init__(self, inner: nn.Module, spec: ModelSpec, ops: Ops) -> None:
+        """`inner`: the model's decoder."""
+        self._table: Weight = inner.get_submodule("embed_tokens_per_layer").weight  # type: ignore[assignment]
+        projection = weights_of(inner.get_submodule("per_layer_model_projection"))["weight"]
+        self._projection = ops.plan_linear(projection, None)
+        self._norm = inner.get_submodule("per_layer_projection_norm").get_parameter("weight")
+        self._spec, self._ops, self._width = spec, ops, spec.per_layer_width
+        # transformers rounds it to the type of the embedding
+        self._scale = torch.tensor(self._width**0.5, dtype=self._table.dtype).item()
+
+    def __call__(self, tokens: Tensor, hidden: Tensor) -> Tensor:
+        """# tokens [rows] int64, hidden [rows, hidden] -> [layers, rows, width]"""
+        sizes, how = (len(self._spec.layers), self._width), (self._spec.epsilon, self._spec.layers[-1].norm_offset)
+        projected = (self._projection(hidden) * hidden.shape[-1] ** -0.5).view(-1, self._width)
+        context = self._ops.add_rms_norm(projected, None, self._norm, *how).unflatten(0, (-1, sizes[0]))
+        own = (look_up(tokens, self._table) * self._scale).unflatten(-1, sizes)
+        return ((context + own) * 2**-0.5).transpose(0, 1).contiguous()
 
 
 def _rotary_tables(
@@ -230,7 +255,7 @@ def _refuse_difference(
     layers = decoder_layers(model)
     first = _layer_of(layers[0], spec.layers[0], spec, REFERENCE)
     decoder = FusedDecoder(model, spec, [first], trial.positions.device)
-    places = decoder.places(trial.positions, trial.groups)
+    places = decoder.places(trial.tokens, calls[0].hidden, trial.positions, trial.groups)
     for index, (module, own, form, call) in enumerate(zip(layers, spec.layers, forms, calls, strict=True)):
         hidden, attention = call.hidden.clone(), own.attention
         if (form.scale, form.window, form.softcap) != (attention.scale, attention.window, attention.softcap):
