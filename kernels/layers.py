@@ -305,8 +305,9 @@ def rotary_store(joined: Tensor, rotary: RotaryRows | None, slots: Tensor, pool:
     """y = round(x * cos) + round([-x_2; x_1] * sin), x = [x_1; x_2]: split the fused projection into queries, keys and
     values, norm queries and keys if `heads` has norms, rotate both unless `rotary` is None, and store keys and values
     in the pool. A norm weight of width dim norms each head; a wider one norms all heads of a row together.
-    # joined [rows, (query heads + 2 kv_heads) * dim], without what `heads.projected` lacks; slots [rows] int64; pool [2,
-    slots, kv_heads, dim], in one type with joined; norms of queries and of keys, both [dim], or [query heads * dim] and [kv_heads * dim]
+    # joined [rows, (query heads + 2 kv_heads) * dim], less what `heads.projected` lacks; slots [rows] int64; pool
+    [2, slots, kv_heads, dim], in one type with joined; norms of queries and of keys, both [dim], or [query heads * dim]
+    and [kv_heads * dim]
     -> queries [rows, query heads, dim]"""
     kv_heads, dim = pool.shape[2:]
     parts = [heads.query_heads, kv_heads, kv_heads][: len(heads.projected)]
