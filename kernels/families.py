@@ -235,8 +235,8 @@ def gemma4(config: Config) -> ModelSpec:
             keys_are_values=config["attention_k_eq_v"] and not windowed,
             source=None if index < first else max(i for i in range(first) if kinds[i] == kind),
         )
-        other = {"norms": BOTH_NORMS, "norm_offset": 0.0, "scaled": True, "per_layer": index if width else None}
-        layers.append(replace(layer, feed_forward=feed_forward, **other))
+        layer = replace(layer, feed_forward=feed_forward, norms=BOTH_NORMS, norm_offset=0.0, scaled=True)
+        layers.append(replace(layer, per_layer=index if width else None))
     scale, cap = config["hidden_size"] ** 0.5, config.get("final_logit_softcapping")
     return _model(config, layers, embedding_scale=scale, logit_softcap=cap, per_layer_width=width)
 
