@@ -179,6 +179,11 @@ class _Weights:
         """Take a weight if it is there."""
         return self.vector(name) if name in self.left else None
 
+    def _numbers(self, name: str) -> Tensor | None:
+        """Take a weight if it is there, in float32."""
+        value = self.optional(name)
+        return None if value is None else value.float()
+
     def feed_forward(self, spec: FeedForwardSpec, norm: Callable[[Tensor, Tensor], Tensor]) -> FeedForward:
         """Plan the feed-forward; `norm`: x, weight -> normed."""
         if spec.router is None:
@@ -207,8 +212,8 @@ class _Weights:
             self._ops,
             how,
             logits=self._ops.plan_linear(weight, bias),
-            correction=self.optional(f"{router}.e_score_correction_bias"),
-            expert_scale=self.optional("router.per_expert_scale"),
+            correction=self._numbers(f"{router}.e_score_correction_bias"),
+            expert_scale=self._numbers("router.per_expert_scale"),
             experts=self._ops.plan_experts(
                 self._stack(f"{experts}.gate_up_proj", spec.transposed),
                 self._stack(f"{experts}.down_proj", spec.transposed),

@@ -5,7 +5,7 @@ Legend: rows = tokens of one forward, hidden = the model's width, dim = head_dim
 """
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple, NoReturn
 
@@ -165,26 +165,32 @@ def layers_of(model: PreTrainedModel, pool: KVPool, ops: Ops, tap_layers: Sequen
 
     The comparison writes to the pool. Raises StartupError for a model that cannot run, or if the device's ops compute
     something else than plain torch."""
-    trial = _Trial.of(model, pool, REFERENCE)
-    forms, calls, expected = _recorded(model, trial)
+    trial, device = _Trial.of(model, pool, REFERENCE), pool.device
+    recorded, stack = _recorded(model, trial), decoder_layers(model)
     try:
         spec = spec_of(model.config.get_text_config().to_dict())
-        routed = any(layer.feed_forward.router for layer in spec.layers)
-        agree = partial(_agree, epsilon=_epsilon(model), routed=routed)
-        _refuse_difference(model, spec, trial, forms, calls, expected, agree)
+        agree = partial(_agree, epsilon=_epsilon(model), routed=any(layer.feed_forward.router for layer in spec.layers))
+        _refuse_other_options(spec, recorded.forms)
+        # The reference in plain torch needs no second copy of all weights.
+        layers = (_layer_of(module, own, spec, REFERENCE) for module, own in zip(stack, spec.layers, strict=True))
+        first = FusedDecoder(model, spec, [_layer_of(stack[0], spec.layers[0], spec, REFERENCE)], device)
+        _refuse_difference(first, layers, trial, recorded, agree)
     except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:  # other modules, options, widths
         count = replace_linears(model, ops)
         logger.info("%s, so the model runs by its own modules, with %d linear layers by kernels", error, count)
         return ModuleLayers(model, tap_layers)
-    layers, stack = list[DecoderLayer](), decoder_layers(model)
-    for layer in spec.layers:
-        layers.append(_layer_of(stack[0], layer, spec, ops))
+    planned = list[DecoderLayer]()
+    for own in spec.layers:
+        planned.append(_layer_of(stack[0], own, spec, ops))
         del stack[0]  # keeps the weights of at most one layer in memory twice
-    decoder = FusedDecoder(model, spec, layers, trial.positions.device, tap_layers)
+    decoder = FusedDecoder(model, spec, planned, device, tap_layers)
     model.set_output_embeddings(nn.Identity())
-    found, _ = decoder(*_Trial.of(model, pool, ops))
-    if not agree(found, expected, expected):
-        raise StartupError("this device's kernels compute something else than plain torch: run `make install` again")
+    try:
+        _refuse_difference(decoder, planned, _Trial.of(model, pool, ops), recorded, agree)
+    except ValueError as error:
+        raise StartupError(
+            f"by this device's kernels {error}, but not by plain torch: run `make install` again"
+        ) from error
     return decoder
 
 
@@ -226,9 +232,16 @@ class _Call(NamedTuple):
     output: Tensor
 
 
-def _recorded(model: PreTrainedModel, trial: _Trial) -> tuple[list[AttentionForm], list[_Call], Tensor]:
-    """Run the model's modules on the trial. Returns each layer's attention form, each layer's input and output, and the
-    logits [rows, vocab]."""
+class _Recorded(NamedTuple):
+    """What a model's modules computed."""
+
+    forms: Sequence[AttentionForm]
+    calls: Sequence[_Call]  # of the layers
+    logits: Tensor  # [rows, vocab]
+
+
+def _recorded(model: PreTrainedModel, trial: _Trial) -> _Recorded:
+    """Run the model's modules on the trial."""
     calls = list[_Call]()
 
     def record(layer: nn.Module, args: tuple[Tensor, ...], output: Any) -> None:
@@ -240,29 +253,31 @@ def _recorded(model: PreTrainedModel, trial: _Trial) -> tuple[list[AttentionForm
     logits, _ = modules(*trial)
     for hook in hooks:
         hook.remove()
-    return modules.forms, calls, logits
+    return _Recorded(modules.forms, calls, logits)
+
+
+def _refuse_other_options(spec: ModelSpec, forms: Sequence[AttentionForm]) -> None:
+    """Raise ValueError if a layer calls attention with other options than its record says."""
+    for index, (form, own) in enumerate(zip(forms, (layer.attention for layer in spec.layers), strict=True)):
+        called = form.scale, form.window, form.softcap, form.sinks is not None
+        if called != (own.scale, own.window, own.softcap, own.sinks):
+            raise ValueError(f"layer {index} calls attention with other options")
 
 
 def _refuse_difference(
-    model: PreTrainedModel,
-    spec: ModelSpec,
+    decoder: FusedDecoder,
+    layers: Iterable[DecoderLayer],
     trial: _Trial,
-    forms: Sequence[AttentionForm],
-    calls: Sequence[_Call],
-    logits: Tensor,
+    recorded: _Recorded,
     agree: Callable[[Tensor, Tensor, Tensor], bool],
 ) -> None:
-    """Raise ValueError, with words for the log, at the first difference between ops and modules. The ops are the
-    reference in plain torch, which needs no second copy of all weights."""
-    layers = decoder_layers(model)
-    first = _layer_of(layers[0], spec.layers[0], spec, REFERENCE)
-    decoder = FusedDecoder(model, spec, [first], trial.positions.device)
+    """Raise ValueError, with words for the log, at the first difference between ops and the model's modules. Each layer
+    gets what its module got."""
+    calls, logits = recorded.calls, recorded.logits
     places = decoder.places(trial.tokens, calls[0].hidden, trial.positions, trial.groups)
-    for index, (module, own, form, call) in enumerate(zip(layers, spec.layers, forms, calls, strict=True)):
-        hidden, attention = call.hidden.clone(), own.attention
-        if (form.scale, form.window, form.softcap) != (attention.scale, attention.window, attention.softcap):
-            raise ValueError(f"layer {index} calls attention with other options")
-        delta = _layer_of(module, own, spec, REFERENCE)(hidden, None, places, trial.pool.layer(index))
+    for index, (layer, call) in enumerate(zip(layers, calls, strict=True)):
+        hidden = call.hidden.clone()
+        delta = layer(hidden, None, places, trial.pool.layer(index))
         if not agree(hidden + delta, call.output, call.output - call.hidden):
             raise ValueError(f"layer {index} is not a standard layer")
     if not torch.equal(decoder.embedded(trial.tokens), calls[0].hidden):
@@ -285,11 +300,11 @@ def _epsilon(model: PreTrainedModel) -> float:
 
 def _agree(found: Tensor, expected: Tensor, added: Tensor, *, epsilon: float, routed: bool) -> bool:
     """Whether `found` and `expected` differ by no more than half of the digits of `added`, the part of `expected` that
-    the layer contributed, and the rounding of the sum. With `routed`, half of the rows must: a rounding may choose other
-    experts for a row. # all [rows, hidden]"""
+    the layer contributed, and the rounding of the sum. With `routed`, most rows must, as a rounding may choose other
+    experts for one. # all [rows, hidden]"""
 
     def size(x: Tensor) -> Tensor:
-        by_row = x.float().norm(dim=-1)
+        by_row: Tensor = x.float().norm(dim=-1)
         return by_row.median() if routed else by_row.norm()
 
     allowed = epsilon**0.5 * size(added) + 2 * epsilon * size(expected)
