@@ -33,7 +33,7 @@ from service.assembly import device_of
 from service.config import LoadedConfig, ServiceConfig
 from service.drafter import shipped_folder
 from service.engine.initial_drafter import drafter_config, seeded
-from service.engine.modules import decoder_layers, weights_of
+from service.engine.modules import decoder_layers, matrix_of
 from service.engine.weights import describe, gguf_file, load_model, resolve, target_config
 from service.errors import StartupError
 
@@ -70,7 +70,7 @@ def run_deepened(
         model, tokenizer = read_model(config)
         deepened(model, copies).save_pretrained(out)
         tokenizer.save_pretrained(out)
-        embedding = weights_of(model.get_input_embeddings())["weight"]
+        embedding = matrix_of(model.get_input_embeddings())
     drafter = config.drafter_path or shipped_folder(source)
     if drafter is not None:
         _write_drafter(drafter, embedding, described, copies, out / DRAFTER)
@@ -112,7 +112,7 @@ def write_dummy(
     dummy_tokenizer(config.vocab_size).save_pretrained(out)
     with seeded(device):
         drafter = SpecBlock(drafter_config(model, _MOST_DRAFT_TOKENS))
-    identity = checkpoint.identity_of(weights_of(model.get_input_embeddings())["weight"], config.to_dict())
+    identity = checkpoint.identity_of(matrix_of(model.get_input_embeddings()), config.to_dict())
     checkpoint.save(out / DRAFTER, drafter, target_identity=identity, facts={}, own_head=True)
     return out
 

@@ -21,7 +21,14 @@ from kernels.ops import REFERENCE, Ops
 from kernels.rows import ExtendRows
 from kernels.tree_attention import KVRows
 from service.engine.kv_pool import KVPool, Plan
-from service.engine.modules import AttentionForm, ModuleLayers, decoder_layers, replace_linears, weights_of
+from service.engine.modules import (
+    AttentionForm,
+    ModuleLayers,
+    decoder_layers,
+    matrix_of,
+    replace_linears,
+    weights_of,
+)
 from service.errors import StartupError
 
 _TRIAL_ROWS = 9  # number of random tokens on which modules and ops are compared
@@ -115,7 +122,7 @@ class _PerLayerEmbedding:
     def __init__(self, inner: nn.Module, spec: ModelSpec, ops: Ops) -> None:
         """`inner`: the model's decoder."""
         self._table: Weight = inner.get_submodule("embed_tokens_per_layer").weight  # type: ignore[assignment]
-        projection = weights_of(inner.get_submodule("per_layer_model_projection"))["weight"]
+        projection = matrix_of(inner.get_submodule("per_layer_model_projection"))
         self._projection = ops.plan_linear(projection, None)
         self._norm = inner.get_submodule("per_layer_projection_norm").get_parameter("weight")
         self._spec, self._ops, self._width = spec, ops, spec.per_layer_width

@@ -145,11 +145,11 @@ def lists(*kinds: str) -> dict[str, GGUFTensor]:
 def test_longrope_has_two_lists() -> None:
     keys = {"rope__scaling__attn_factor": 1.2, "rope__scaling__original_context_length": 64, "rope__dimension_count": 4}
     file = file_of("phi3", **keys)
-    config = config_of(replace(file, tensors=file.tensors | lists("long", "short")))
+    config = config_of(replace(file, tensors={**file.tensors, **lists("long", "short")}))
     expected = {"rope_type": "longrope", "long_factor": [1.0, 8.0], "short_factor": [1.0, 2.0], "attention_factor": 1.2}
     assert rope(config).items() >= (expected | {"original_max_position_embeddings": 64}).items()
     with pytest.raises(StartupError, match=r"'linear' with factor 1\.0 and 1 lists of factors"):
-        config_of(replace(file, tensors=file.tensors | lists("long")))
+        config_of(replace(file, tensors={**file.tensors, **lists("long")}))
 
 
 def test_mistral_of_multimodal_files() -> None:
