@@ -49,6 +49,7 @@ def configure_logging(level: str, *, as_json: bool) -> None:
     logging.captureWarnings(True)
     for name in _CHATTY:
         logging.getLogger(name).setLevel(max(logging.WARNING, logging.getLogger().level))
+    logging.getLogger("transformers.modeling_utils").setLevel(logging.ERROR)  # `refuse_incomplete` says what matters
 
 
 Advance = Callable[[float, str], None]

@@ -15,6 +15,8 @@ from service.errors import InvalidRequest, RequestTooLarge, UnsupportedMedia, re
 Schema = TypeVar("Schema", bound=BaseModel)
 
 LARGE_BODY_BYTES = 64 * 1024
+_MEDIUM = re.compile(r"Input tag '(\w*(image|audio|video|file)\w*)'")
+_MEDIA = {"image": "images are", "audio": "audio is", "video": "video is", "file": "files are"}
 _MAX_QUOTED_CHARACTERS = 80
 _PIECE_BYTES = 4096  # input per decompression call; small, as the rest is copied after each gzip member
 _MAX_MEMBERS = 1024  # gzip members per body; block-wise gzip has one per 64 KiB or less
@@ -112,6 +114,9 @@ def _describe(path: str, failure: pydantic_core.ErrorDetails) -> InvalidRequest:
     quote = f" (got {given!r:.{_MAX_QUOTED_CHARACTERS}})" if isinstance(given, str | int | float) else ""
     where = f" for '{path}'" if path else ""
     reason = re.sub(r" found using \S+", "", failure["msg"])  # pydantic names our discriminator function
+    medium = _MEDIUM.match(reason)
+    if medium is not None and ".content." in path:
+        reason = f"{medium[1]!r} is not supported: {_MEDIA[medium[2]]} not supported, only text"
     return InvalidRequest(f"Invalid value{where}: {reason}{quote}.", param=path or None)
 
 

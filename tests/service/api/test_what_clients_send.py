@@ -104,12 +104,22 @@ async def test_our_own_messages_are_accepted(message: dict[str, Any]) -> None:
     assert ("No." in TOKENIZER.decode(engine.submitted[0].prompt)) == ("No." in str(message))
 
 
-@pytest.mark.parametrize("part", ["image_url", "input_audio", "file", "video_url"])
-async def test_what_is_no_text_is_refused_by_name(part: str) -> None:
-    content = [{"type": "text", "text": "What is it?"}, {"type": part, part: {"url": "data:,"}}]
-    error = error_of(await post(ScriptedEngine(say("x")), messages=[{"role": "user", "content": content}]))
-    assert error["param"] == "messages.0.content.1.type"
-    assert f"'{part}'" in error["message"]
+@pytest.mark.parametrize(
+    ("part", "media"),
+    [
+        ("image_url", "images are"),
+        ("input_audio", "audio is"),
+        ("file", "files are"),
+        ("video_url", "video is"),
+        ("input_image", "images are"),
+    ],
+)
+async def test_what_is_no_text_is_refused_by_name(part: str, media: str) -> None:
+    path, field, kind = (RESPONSES, "input", "input_text") if part == "input_image" else (CHAT, "messages", "text")
+    content = [{"type": kind, "text": "What is it?"}, {"type": part, part: {"url": "data:,"}}]
+    error = error_of(await post(ScriptedEngine(say("x")), path, **{field: [{"role": "user", "content": content}]}))
+    assert error["param"] == f"{field}.0.content.1.type"
+    assert f"'{part}' is not supported: {media} not supported, only text" in error["message"]
 
 
 @pytest.mark.parametrize("path", [CHAT, RESPONSES])
