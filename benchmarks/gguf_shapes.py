@@ -3,16 +3,18 @@
 The `gguf` package writes files but cannot quantise K types: blocks are random bytes whose scales are finite and small.
 """
 
+import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import prod
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFReader, GGUFWriter
 from numpy.typing import NDArray
 
-Mix = Literal["q4_k_m", "q8_0"]
+Mix = Literal["q4_k_m", "q8_0", "mxfp4"]
 
 _ROWS = 1024  # of a matrix that are written at once
 _SCALES: Mapping[GGMLQuantizationType, tuple[int, ...]] = {
@@ -24,14 +26,31 @@ _SCALES: Mapping[GGMLQuantizationType, tuple[int, ...]] = {
     GGMLQuantizationType.Q4_K: (0, 2),
     GGMLQuantizationType.Q5_K: (0, 2),
     GGMLQuantizationType.Q6_K: (208,),
+    GGMLQuantizationType.MXFP4: (),  # has exponents
 }
 """Offsets of float16 scales in a block, in bytes."""
 _TOKENIZER = ("model", "pre", "tokens", "token_type", "merges", "bos_token_id", "eos_token_id")
 
 
+class Matrix(NamedTuple):
+    """A quantised tensor."""
+
+    name: str
+    outputs: int
+    columns: int
+    kind: GGMLQuantizationType
+    experts: int = 0  # number of matrices; 0: there is one, of two dimensions
+
+    @property
+    def row_bytes(self) -> int:
+        """Size of a row in bytes."""
+        block, size = GGML_QUANT_SIZES[self.kind]
+        return self.columns // block * size
+
+
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Sizes of a Llama model."""
+    """Sizes of a model, of Llama unless `arch` names another architecture."""
 
     hidden: int
     layers: int
@@ -41,51 +60,96 @@ class Shape:
     feed_forward: int
     vocab: int
     tied: bool = True
+    arch: str = "llama"
+    experts: int = 0
+    chosen: int = 0  # experts of a token
 
-    def matrices(self, mix: Mix) -> Iterator[tuple[str, int, int, GGMLQuantizationType]]:
-        """Yield name, outputs, columns and type of each matrix, as llama.cpp's quantiser chooses them."""
+    def matrices(self, mix: Mix) -> Iterator[Matrix]:
+        """Yield the matrices with their types, as llama.cpp's quantiser chooses them; `mxfp4` is that of experts."""
         kinds = GGMLQuantizationType
-        high = {"q4_k_m": kinds.Q6_K, "q8_0": kinds.Q8_0}[mix]
-        low = {"q4_k_m": kinds.Q4_K, "q8_0": kinds.Q8_0}[mix]
-        yield "token_embd.weight", self.vocab, self.hidden, high if self.tied else low
+        high = kinds.Q6_K if mix == "q4_k_m" else kinds.Q8_0
+        low = kinds.Q4_K if mix == "q4_k_m" else kinds.Q8_0
+        yield Matrix("token_embd.weight", self.vocab, self.hidden, high if self.tied else low)
         if not self.tied:
-            yield "output.weight", self.vocab, self.hidden, high
-        eighth = self.layers // 8
+            yield Matrix("output.weight", self.vocab, self.hidden, high)
+        eighth, own = self.layers // 8, {"mxfp4": kinds.MXFP4}
         for layer in range(self.layers):
             more = layer < eighth or layer >= 7 * eighth or (layer - eighth) % 3 == 2
-            some = high if more else low
-            yield f"blk.{layer}.attn_q.weight", self.heads * self.dim, self.hidden, low
-            yield f"blk.{layer}.attn_k.weight", self.kv_heads * self.dim, self.hidden, low
-            yield f"blk.{layer}.attn_v.weight", self.kv_heads * self.dim, self.hidden, some
-            yield f"blk.{layer}.attn_output.weight", self.hidden, self.heads * self.dim, low
-            yield f"blk.{layer}.ffn_gate.weight", self.feed_forward, self.hidden, low
-            yield f"blk.{layer}.ffn_up.weight", self.feed_forward, self.hidden, low
-            yield f"blk.{layer}.ffn_down.weight", self.hidden, self.feed_forward, some
+            some, block = high if more else low, f"blk.{layer}"
+            yield Matrix(f"{block}.attn_q.weight", self.heads * self.dim, self.hidden, low)
+            yield Matrix(f"{block}.attn_k.weight", self.kv_heads * self.dim, self.hidden, low)
+            yield Matrix(f"{block}.attn_v.weight", self.kv_heads * self.dim, self.hidden, some)
+            yield Matrix(f"{block}.attn_output.weight", self.hidden, self.heads * self.dim, low)
+            of, width = "_exps" if self.experts else "", self.feed_forward
+            for name, out, columns, kind in (
+                ("gate", width, self.hidden, low),
+                ("up", width, self.hidden, low),
+                ("down", self.hidden, width, some),
+            ):
+                yield Matrix(f"{block}.ffn_{name}{of}.weight", out, columns, own.get(mix, kind), self.experts)
+
+    def vectors(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """Yield names and shapes of the tensors in float32."""
+        yield "output_norm.weight", (self.hidden,)
+        for layer in range(self.layers):
+            block = f"blk.{layer}"
+            yield f"{block}.attn_norm.weight", (self.hidden,)
+            yield f"{block}.{'post_attention' if self.arch == 'gpt-oss' else 'ffn'}_norm.weight", (self.hidden,)
+            if self.experts:
+                yield f"{block}.ffn_gate_inp.weight", (self.experts, self.hidden)
+            if self.arch == "qwen3moe":
+                yield from ((f"{block}.attn_{name}_norm.weight", (self.dim,)) for name in "qk")
+            if self.arch == "gpt-oss":
+                yield f"{block}.attn_sinks.weight", (self.heads,)
+                outputs = {"attn_q": self.heads * self.dim, "attn_output": self.hidden, "ffn_gate_inp": self.experts}
+                outputs |= dict.fromkeys(("attn_k", "attn_v"), self.kv_heads * self.dim)
+                yield from ((f"{block}.{name}.bias", (out,)) for name, out in outputs.items())
+                for name, out in {"gate": self.feed_forward, "up": self.feed_forward, "down": self.hidden}.items():
+                    yield f"{block}.ffn_{name}_exps.bias", (self.experts, out)
 
 
 SHAPES: Mapping[str, Shape] = {
     "llama-1b": Shape(2048, 16, 32, 8, 64, 8192, 128256),
     "llama-3b": Shape(3072, 28, 24, 8, 128, 8192, 128256),
     "llama-8b": Shape(4096, 32, 32, 8, 128, 14336, 128256, tied=False),
+    "qwen3-30b-a3b": Shape(2048, 48, 32, 4, 128, 768, 151936, False, "qwen3moe", experts=128, chosen=8),
+    "gpt-oss-20b": Shape(2880, 24, 64, 8, 64, 2880, 201088, False, "gpt-oss", experts=32, chosen=4),
 }
 
 
-def write_shape(path: Path, shape: Shape, mix: Mix, vocabulary: Path) -> None:
-    """Write a file with the tokenizer of another file, extended by unused tokens."""
-    matrices = list(shape.matrices(mix))
-    norms = [f"blk.{layer}.{name}_norm.weight" for layer in range(shape.layers) for name in ("attn", "ffn")]
-    write_file(path, shape, matrices, [*norms, "output_norm.weight"], GGUFReader(vocabulary))
+def write_shape(path: Path, shape: Shape, mix: Mix, vocabulary: Path, layers: int | None = None) -> None:
+    """Write a file with the tokenizer of another file, extended by unused tokens. `layers`: only the first ones."""
+    shape = shape if layers is None else replace(shape, layers=layers)
+    write_file(path, shape, list(shape.matrices(mix)), GGUFReader(vocabulary))
 
 
-def write_file(
-    path: Path,
-    shape: Shape,
-    matrices: list[tuple[str, int, int, GGMLQuantizationType]],
-    norms: list[str],
-    vocabulary: GGUFReader | None = None,
-) -> None:
-    """Write matrices, given by name, outputs, columns and type, and norms of ones."""
-    writer = GGUFWriter(path, "llama")
+def write_file(path: Path, shape: Shape, matrices: list[Matrix], vocabulary: GGUFReader | None = None) -> None:
+    """Write matrices, and float32 tensors: norms of ones, small random routers, zeros for biases and sinks."""
+    writer = GGUFWriter(path, shape.arch)
+    _add_keys(writer, shape)
+    if vocabulary is not None:
+        _copy_tokenizer(writer, vocabulary, shape.vocab)
+    for one in matrices:
+        rows = one.outputs * max(1, one.experts)
+        sizes = [one.experts, one.outputs, one.row_bytes] if one.experts else [one.outputs, one.row_bytes]
+        writer.add_tensor_info(one.name, sizes, np.dtype(np.uint8), rows * one.row_bytes, raw_dtype=one.kind)
+    vectors = dict(shape.vectors())
+    for name, size in vectors.items():
+        writer.add_tensor_info(name, list(size), np.dtype(np.float32), 4 * prod(size))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    generator = np.random.default_rng(0)
+    for one in matrices:
+        writer.write_tensor_data(random_blocks(generator, one.outputs * max(1, one.experts), one.columns, one.kind))
+    for name, size in vectors.items():
+        router = generator.normal(0, shape.hidden**-0.5, size) if "ffn_gate_inp.weight" in name else 0.0
+        numbers = np.full(size, "norm" in name, dtype=np.float32) + np.float32(router)
+        writer.write_tensor_data(numbers)
+    writer.close()
+
+
+def _add_keys(writer: GGUFWriter, shape: Shape) -> None:
     writer.add_context_length(4096)
     writer.add_embedding_length(shape.hidden)
     writer.add_block_count(shape.layers)
@@ -93,27 +157,17 @@ def write_file(
     writer.add_head_count(shape.heads)
     writer.add_head_count_kv(shape.kv_heads)
     writer.add_key_length(shape.dim)
+    writer.add_value_length(shape.dim)
     writer.add_rope_dimension_count(shape.dim)
     writer.add_rope_freq_base(10000.0)
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_vocab_size(shape.vocab)
-    if vocabulary is not None:
-        _copy_tokenizer(writer, vocabulary, shape.vocab)
-    for name, outputs, columns, kind in matrices:
-        block, size = GGML_QUANT_SIZES[kind]
-        row = columns // block * size
-        writer.add_tensor_info(name, [outputs, row], np.dtype(np.uint8), outputs * row, raw_dtype=kind)
-    for name in norms:
-        writer.add_tensor_info(name, [shape.hidden], np.dtype(np.float32), 4 * shape.hidden)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_ti_data_to_file()
-    generator = np.random.default_rng(0)
-    for _, outputs, columns, kind in matrices:
-        writer.write_tensor_data(random_blocks(generator, outputs, columns, kind))
-    for _ in norms:
-        writer.write_tensor_data(np.ones(shape.hidden, dtype=np.float32))
-    writer.close()
+    if shape.experts:
+        writer.add_expert_count(shape.experts)
+        writer.add_expert_used_count(shape.chosen)
+        writer.add_expert_feed_forward_length(shape.feed_forward)
+    if shape.arch == "gpt-oss":
+        writer.add_sliding_window(128)
 
 
 def random_blocks(
@@ -125,8 +179,10 @@ def random_blocks(
     for first in range(0, outputs, _ROWS):
         piece = data[first : first + _ROWS]
         piece[:] = np.frombuffer(generator.bytes(piece.nbytes), dtype=np.uint8).reshape(piece.shape)
+        spread = 0.1 / columns**0.5 / (32 if block == 256 else 1)  # K types multiply it by whole numbers
+        if kind == GGMLQuantizationType.MXFP4:
+            piece[..., 0] = 127 + round(math.log2(spread))
         for place in _SCALES[kind]:
-            spread = 0.1 / columns**0.5 / (32 if block == 256 else 1)  # K types multiply it by whole numbers
             scales = generator.normal(0, spread, piece.shape[:2]).astype(np.float16)
             piece[..., place : place + 2] = scales[..., None].view(np.uint8)
     return data.reshape(outputs, -1)

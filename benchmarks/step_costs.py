@@ -49,6 +49,7 @@ def run(
     peer: Annotated[bool, typer.Option("--peer", help="Also measure llama.cpp (llama-cpp-python).")] = False,
     shape: Annotated[str | None, typer.Option(help=f"Write and use random weights: {', '.join(SHAPES)}.")] = None,
     mix: Annotated[Mix, typer.Option(help="Types of the matrices of --shape.")] = "q4_k_m",
+    layers: Annotated[int | None, typer.Option(min=1, help="Write only the first layers of --shape.")] = None,
     parts: Annotated[bool, typer.Option("--anatomy", help="Time the parts of whole steps instead.")] = False,
     out: Out = None,
 ) -> bool:
@@ -57,7 +58,7 @@ def run(
         return _anatomy(loaded, rounds, out)
     config = loaded.config.model_copy(update={"budget_policy": "fixed", "drafter": "none"})
     if shape is not None:
-        written = _written(shape, mix, config.state_dir)
+        written = _written(shape, mix, layers, config.state_dir)
         config = config.model_copy(update={"model": str(written), "served_model_name": written.stem})
     file = gguf_file(config.model_source)
     if file is None:
@@ -121,14 +122,15 @@ def _table(rows: Sequence[StepRow]) -> Table:
     return table
 
 
-def _written(shape: str, mix: Mix, folder: Path) -> Path:
+def _written(shape: str, mix: Mix, layers: int | None, folder: Path) -> Path:
     if shape not in SHAPES:
         raise StartupError(f"there is no shape {shape!r}; those there are: {', '.join(SHAPES)}")
-    vocabulary, path = gguf_file(EMBEDDED_NAME), folder / "shapes" / f"{shape}-{mix}.gguf"
+    named = f"{shape}-{mix}.gguf" if layers is None else f"{shape}-{layers}-{mix}.gguf"
+    vocabulary, path = gguf_file(EMBEDDED_NAME), folder / "shapes" / named
     assert vocabulary is not None, "the embedded model is a GGUF file"
     if not path.exists():
         with replacing(path) as unfinished:
-            write_shape(unfinished, SHAPES[shape], mix, vocabulary)
+            write_shape(unfinished, SHAPES[shape], mix, vocabulary, layers)
     return path
 
 

@@ -14,7 +14,16 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kernels import ops
-from kernels.layers import COLUMNS, EIGHT_BITS, BlockFormat, QuantisedBlocks, QuantisedWeight, in_8_bits
+from kernels.layers import (
+    COLUMNS,
+    EIGHT_BITS,
+    MXFP4,
+    BlockFormat,
+    QuantisedBlocks,
+    QuantisedWeight,
+    in_8_bits,
+    mxfp4_blocks,
+)
 from service.engine.gguf_reader import GGUFTensor
 
 _PIECE = 1 << 23  # number of weights that are converted at once
@@ -125,6 +134,12 @@ def _q6_k(raw: Tensor, form: BlockFormat) -> QuantisedBlocks:
     return QuantisedBlocks(codes.view(rows, -1, COLUMNS), scales.view(rows, -1, 2))
 
 
+def _mxfp4(raw: Tensor, form: BlockFormat) -> QuantisedBlocks:
+    """Unpack MXFP4. A block holds an exponent, and codes with those of columns j and j + 16 in byte j.
+    # [rows, blocks, bytes]"""
+    return mxfp4_blocks(_nibbles(raw[..., 1:]), raw[..., 0])
+
+
 FORMATS: Mapping[GGMLQuantizationType, tuple[BlockFormat, Callable[[Tensor, BlockFormat], QuantisedBlocks]]] = {
     GGMLQuantizationType.Q4_0: (BlockFormat(4, 8), _of_32),
     GGMLQuantizationType.Q4_1: (BlockFormat(4, 0, has_minima=True), _of_32),
@@ -134,5 +149,6 @@ FORMATS: Mapping[GGMLQuantizationType, tuple[BlockFormat, Callable[[Tensor, Bloc
     GGMLQuantizationType.Q4_K: (BlockFormat(4, 0, has_minima=True), _of_k),
     GGMLQuantizationType.Q5_K: (BlockFormat(6, 0, has_minima=True), _of_k),
     GGMLQuantizationType.Q6_K: (BlockFormat(6, 32, size=16), _q6_k),
+    GGMLQuantizationType.MXFP4: (MXFP4, _mxfp4),
 }
 """File formats whose blocks can be kept, with the kernels' block format and the function that unpacks the bytes."""

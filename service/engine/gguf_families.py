@@ -8,13 +8,13 @@ from service.engine.gguf_reader import GGUFFile
 _LOCAL_THETA = 10_000.0  # rotary base of Gemma 3's windowed layers; early files do not contain it
 _GEMMA_27B = (46, 62)  # layer counts of the two Gemmas that scale attention scores by hidden_size / heads
 _HEAD_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
-_POST_NORMS = {
-    "post_attention_norm": "post_attention_layernorm",
-    "post_ffw_norm": "post_feedforward_layernorm",
-}
+_POST_NORM = {"post_attention_norm": "post_attention_layernorm"}
+_POST_NORMS = _POST_NORM | {"post_ffw_norm": "post_feedforward_layernorm"}
 _GEMMA_NORMS = _POST_NORMS | {"ffn_norm": "pre_feedforward_layernorm"}
 _GATE = {"ffn_gate_inp": "mlp.gate"}
-_SHARED_EXPERTS = {f"ffn_{name}_shexp": f"mlp.shared_experts.{name}_proj" for name in ("gate", "up", "down")}
+_GLM4_MOE = {f"ffn_{name}_shexp": f"mlp.shared_experts.{name}_proj" for name in ("gate", "up", "down")}
+_GLM4_MOE |= _HEAD_NORMS | _GATE | _POST_NORM | {"exp_probs_b.bias": "mlp.gate.e_score_correction_bias"}
+_GPT_OSS = _POST_NORM | {"attn_sinks.weight": "self_attn.sinks", "ffn_gate_inp": "mlp.router"}
 _SIGMOID = 2  # value of `expert_gating_func`
 
 
@@ -214,27 +214,8 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         more=_biases,
         rotary_part=True,
     ),
-    "glm4moe": Architecture(
-        "glm4_moe",
-        tensors={
-            **_HEAD_NORMS,
-            **_GATE,
-            **_SHARED_EXPERTS,
-            "post_attention_norm": "post_attention_layernorm",
-            "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
-        },
-        more=_glm4_moe,
-        rotary_part=True,
-    ),
-    "gpt-oss": Architecture(
-        "gpt_oss",
-        tensors={
-            "post_attention_norm": "post_attention_layernorm",
-            "attn_sinks.weight": "self_attn.sinks",
-            "ffn_gate_inp": "mlp.router",
-        },
-        more=_gpt_oss,
-    ),
+    "glm4moe": Architecture("glm4_moe", tensors=_GLM4_MOE, more=_glm4_moe, rotary_part=True),
+    "gpt-oss": Architecture("gpt_oss", tensors=_GPT_OSS, more=_gpt_oss),
     "starcoder2": Architecture(
         "starcoder2",
         tensors={"ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"},

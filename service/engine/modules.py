@@ -224,8 +224,9 @@ class QuantisedExperts(nn.Module):
         super().__init__()
         self.gate: Gate = _gate_of(experts)
         self.is_transposed, self.is_concatenated = bool(experts.is_transposed), bool(experts.is_concatenated)
-        for name, parameter in experts.named_parameters(recurse=False):
-            setattr(self, name, stacks.get(name, parameter))
+        kept = {name: value for name, value in experts.named_parameters(recurse=False) if name not in stacks}
+        for name, weight in (*kept.items(), *stacks.items()):
+            setattr(self, name, weight)
 
     def forward(self, hidden: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
         """Sum the chosen experts' outputs, by the reference, which holds no second copy of the weights.

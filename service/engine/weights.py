@@ -37,7 +37,14 @@ from kernels.cpu import library
 from kernels.experts import QuantisedStack
 from kernels.families import OF_DRAFTERS
 from kernels.layers import QuantisedWeight, Weight, even_sample
-from service.engine.checks import fix_longrope, refuse_doubled, refuse_incomplete, refuse_unsupported, refuse_unverified
+from service.engine.checks import (
+    fix_longrope,
+    quantisation_of,
+    refuse_doubled,
+    refuse_incomplete,
+    refuse_unsupported,
+    refuse_unverified,
+)
 from service.engine.ends import end_token_ids, gguf_end_ids
 from service.engine.gguf_config import config_of
 from service.engine.gguf_file import load_gguf
@@ -45,6 +52,7 @@ from service.engine.gguf_reader import GGUFFile, open_gguf
 from service.engine.gguf_tokenizer import tokenizer_of
 from service.engine.kv_pool import KVShape, LayerKV
 from service.engine.modules import ATTENTION_NAME, matrix_of, num_bytes, weights_of
+from service.engine.mxfp4 import keep_experts, with_blocks
 from service.errors import StartupError
 
 EMBEDDED_NAME = "smollm2-135m"
@@ -142,12 +150,13 @@ def load_model(
     in_blocks: bool = False,
 ) -> LoadedModel:
     """Load the weights of a model. `begin_drafter`: builds the initial drafter, if one is wanted; `in_blocks`: keep the
-    quantised blocks of a GGUF file. Raises StartupError with cause and remedy."""
+    quantised blocks of a GGUF file, and MXFP4. Raises StartupError with cause and remedy."""
     with _naming(described.name):
         if described.file is not None:
             model = load_gguf(described.file, described.config, dtype, ATTENTION_NAME, in_blocks=in_blocks)
         else:
-            model = _from_folder(resolve(described.name), described.config, dtype, described.revision)
+            source = resolve(described.name)
+            model = _from_folder(source, described.config, dtype, described.revision, in_blocks=in_blocks)
     return _made_ready(model, described, device, begin_drafter)
 
 
@@ -162,9 +171,19 @@ def _naming(name: str) -> Iterator[None]:
         raise StartupError(f"model {name!r}: the weights are damaged; copy or download them again: {error}") from error
 
 
-def _from_folder(source: str, config: PreTrainedConfig, dtype: torch.dtype, revision: str) -> PreTrainedModel:
+def _from_folder(
+    source: str, config: PreTrainedConfig, dtype: torch.dtype, revision: str, *, in_blocks: bool
+) -> PreTrainedModel:
+    """Load safetensors. MXFP4 is kept in blocks or dequantised to `dtype`."""
     refuse_doubled(Path(source))
-    loaded: Any = AutoModelForCausalLM.from_pretrained(
+    kind: Any = AutoModelForCausalLM
+    if quantisation_of(config) == "mxfp4":
+        if in_blocks:
+            kind = with_blocks(cast(type[PreTrainedModel], MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]))
+            del config.quantization_config
+        else:
+            config.quantization_config = {"quant_method": "mxfp4", "dequantize": True}
+    loaded: Any = kind.from_pretrained(
         source,
         config=config,
         dtype=dtype,
@@ -178,6 +197,7 @@ def _from_folder(source: str, config: PreTrainedConfig, dtype: torch.dtype, revi
     )
     model, report = loaded
     refuse_incomplete(report, config)
+    keep_experts(model)
     return cast(PreTrainedModel, model)
 
 

@@ -115,8 +115,7 @@ def test_a_drafter_of_another_model_is_refused(run: Command, tmp_path: Path) -> 
 
 
 def written(path: Path, mix: Mix = "q4_k_m") -> Path:
-    norms = [f"blk.{layer}.{name}_norm.weight" for layer in range(SHAPE.layers) for name in ("attn", "ffn")]
-    write_file(path, SHAPE, list(SHAPE.matrices(mix)), [*norms, "output_norm.weight"])
+    write_file(path, SHAPE, list(SHAPE.matrices(mix)))
     return path
 
 

@@ -118,6 +118,7 @@ _GLM45_FULL = _GLM45 | {"use_qk_norm": True, "routed_scaling_factor": 2.5, "n_gr
 _GPT_OSS: Values = {"num_local_experts": 16, "num_experts_per_tok": 4, "head_dim": 64, **_WINDOWED, "swiglu_limit": 2.0}
 _GPT_OSS |= {"intermediate_size": 128} | _rope(150_000.0, "yarn", truncate=False, **_YARN)
 _EXAONE4: Values = {"num_hidden_layers": 4, **_WINDOWED, **_rope(1e6, "llama3", **_LLAMA3)}
+_EXAONE4_FULL: Values = {"sliding_window": None, "layer_types": ["full_attention"] * 4}
 _COHERE2: Values = {"num_hidden_layers": 4, **_WINDOWED, **_TIED, "logit_scale": 0.25, **_rope(5e4)}
 _MINISTRAL3_ROPE: Values = {**_YARN, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.5}
 _MINISTRAL3: Values = {"head_dim": 32, **_rope(1e6, "yarn", **_MINISTRAL3_ROPE)}
@@ -159,6 +160,9 @@ _GEMMA4_PLAIN: Options = {
 }
 _UNNORMED_SCORES: Options = {"sum of scores": {"norm_topk_prob": False}}
 _FEWER_EXPERTS: Options = {"experts": {"num_experts_per_tok": 1}}
+_GPT_OSS_FILE = _GPT_OSS | {"swiglu_limit": 7.0}  # which files do not say
+_GPT_OSS_PLAIN: Options = {"sinks": "sinks", "biases": "bias", "windows": _WIDE, **_FEWER_EXPERTS}
+_BORDERS: Options = {"borders of YaRN": _rope(150_000.0, "yarn", truncate=True, **_YARN)}
 
 CHECKPOINTS = (
     Checkpoint("Llama 2", "", "llama", _ALL_HEADS, _BASE, "llama"),
@@ -192,18 +196,25 @@ CHECKPOINTS = (
     Checkpoint("StarCoder2", "", "starcoder2", _TIED | _rope(1e5), {"biases": "bias", **_UNTIED}, "starcoder2"),
     Checkpoint("StarCoder2", "window", "starcoder2", _WINDOWED, {"window": _NO_WINDOW}),
     Checkpoint("Gemma 3", "in a multimodal model", "gemma3_text", _GEMMA3, _GEMMA3_PLAIN, within="gemma3"),
-    Checkpoint("Mistral Small 3", "", "mistral", _NO_WINDOW | {"head_dim": 32}, _BASE, within="mistral3"),
-    Checkpoint("Ministral 3", "", "ministral3", _MINISTRAL3, _UNSCALED_QUERIES, within="mistral3"),
-    Checkpoint("Phi-3.5", "longrope", "phi3", _PHI35, {"longrope": _rope()}),
-    Checkpoint("Phi-4 mini", "longrope", "phi3", _PHI4, {"longrope": _rope(partial_rotary_factor=0.75)}),
-    Checkpoint("Mixtral", "", "mixtral", _MIXTRAL, _FEWER_EXPERTS | _USUAL_BASE),
-    Checkpoint("Qwen3, experts", "", "qwen3_moe", _QWEN3_MOE, _UNNORMED | _UNNORMED_SCORES | _FEWER_EXPERTS),
-    Checkpoint("OLMoE", "", "olmoe", _OLMOE, _UNNORMED | _FEWER_EXPERTS),
-    Checkpoint("GLM-4.5", "Air", "glm4_moe", _GLM45, {"qkv bias": "proj.bias", **_FEWER_EXPERTS}),
-    Checkpoint("GLM-4.5", "", "glm4_moe", _GLM45_FULL, {"scale": {"routed_scaling_factor": 1.0}, **_UNNORMED}),
+    Checkpoint("Mistral Small 3", "", "mistral", _NO_WINDOW | {"head_dim": 32}, _BASE, "mistral3", within="mistral3"),
+    Checkpoint("Ministral 3", "", "ministral3", _MINISTRAL3, _UNSCALED_QUERIES, "mistral3", within="mistral3"),
+    Checkpoint("Phi-3.5", "longrope", "phi3", _PHI35, {"longrope": _rope()}, "phi3"),
+    Checkpoint("Phi-4 mini", "longrope", "phi3", _PHI4, {"longrope": _rope(partial_rotary_factor=0.75)}, "phi3"),
+    Checkpoint("Mixtral", "", "mixtral", _MIXTRAL, _FEWER_EXPERTS | _USUAL_BASE, "llama"),
+    Checkpoint(
+        "Qwen3, experts", "", "qwen3_moe", _QWEN3_MOE, _UNNORMED | _UNNORMED_SCORES | _FEWER_EXPERTS, "qwen3moe"
+    ),
+    Checkpoint("OLMoE", "", "olmoe", _OLMOE, _UNNORMED | _FEWER_EXPERTS, "olmoe"),
+    Checkpoint("GLM-4.5", "Air", "glm4_moe", _GLM45, {"qkv bias": "proj.bias", **_FEWER_EXPERTS}, "glm4moe"),
+    Checkpoint(
+        "GLM-4.5", "", "glm4_moe", _GLM45_FULL, {"scale": {"routed_scaling_factor": 1.0}, **_UNNORMED}, "glm4moe"
+    ),
     Checkpoint("gpt-oss", "", "gpt_oss", _GPT_OSS, {"sinks": "sinks", "biases": "bias", "windows": _WIDE}),
-    Checkpoint("EXAONE 4", "", "exaone4", _EXAONE4, _UNNORMED | _NO_WINDOWS),
-    Checkpoint("Command R7B", "", "cohere2", _COHERE2, {"logit_scale": {"logit_scale": 1.0}, **_NO_WINDOWS}),
+    Checkpoint("gpt-oss", "plain rope", "gpt_oss", _GPT_OSS_FILE | _rope(150_000.0), _GPT_OSS_PLAIN, "gpt-oss"),
+    Checkpoint("gpt-oss", "YaRN", "gpt_oss", _GPT_OSS_FILE, _BORDERS, "gpt-oss", "it rounds the borders of YaRN"),
+    Checkpoint("EXAONE 4", "1.2B", "exaone4", _EXAONE4 | _EXAONE4_FULL, _UNNORMED, "exaone4"),
+    Checkpoint("EXAONE 4", "", "exaone4", _EXAONE4, {"windows": _EXAONE4_FULL}, "exaone4", "only with 64 layers"),
+    Checkpoint("Command R7B", "", "cohere2", _COHERE2, {"logit_scale": {"logit_scale": 1.0}, **_NO_WINDOWS}, "cohere2"),
     Checkpoint("Gemma 4", "per-layer embeddings", "gemma4_text", _GEMMA4_EDGE, _GEMMA4_PLAIN, within="gemma4"),
     Checkpoint("Gemma 4", "dense", "gemma4_text", _GEMMA4_LARGE, _GEMMA4_PLAIN, within="gemma4"),
     Checkpoint("Gemma 4", "experts", "gemma4_text", _GEMMA4_MOE, {"experts": {"top_k_experts": 1}}, within="gemma4"),

@@ -26,7 +26,6 @@ from tests.kernels.conftest import BUILDS, of_build
 
 pytestmark = pytest.mark.skipif(library.variant() is None, reason="no kernels are compiled")
 SHAPE = Shape(hidden=256, layers=2, heads=4, kv_heads=2, dim=64, feed_forward=512, vocab=96)
-NORMS = [f"blk.{layer}.{name}_norm.weight" for layer in range(2) for name in ("attn", "ffn")] + ["output_norm.weight"]
 
 
 def config() -> LlamaConfig:
@@ -44,8 +43,8 @@ def config() -> LlamaConfig:
 
 def written(path: Path, kinds: dict[str, Kind] | None = None) -> Path:
     chosen = kinds or {}
-    matrices = [(name, out, columns, chosen.get(name, kind)) for name, out, columns, kind in SHAPE.matrices("q4_k_m")]
-    write_file(path, SHAPE, matrices, NORMS)
+    matrices = [one._replace(kind=chosen.get(one.name, one.kind)) for one in SHAPE.matrices("q4_k_m")]
+    write_file(path, SHAPE, matrices)
     return path
 
 
@@ -110,7 +109,7 @@ def test_heads_of_a_llama_are_put_back_in_order(tmp_path: Path) -> None:
 
 def test_a_file_without_some_weights_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "a.gguf"
-    write_file(file, SHAPE, [one for one in SHAPE.matrices("q8_0") if one[0] != "blk.1.ffn_up.weight"], NORMS)
+    write_file(file, SHAPE, [one for one in SHAPE.matrices("q8_0") if one.name != "blk.1.ffn_up.weight"])
     with pytest.raises(StartupError, match=r"weights are missing for blk\.1\.ffn_up\.weight"):
         loaded(file)
 
