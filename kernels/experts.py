@@ -67,14 +67,6 @@ StackedWeight = Tensor | QuantisedStack
 """Weights of all experts, [experts, out, in]."""
 
 
-def join_stacks(stacks: Sequence[StackedWeight]) -> StackedWeight:
-    """Concatenate the weights of each expert along `out`. Unless all are quantised, the result is a dense tensor."""
-    quantised = [stack.weights for stack in stacks if isinstance(stack, QuantisedStack)]
-    if len(quantised) == len(stacks):
-        return QuantisedStack([type(of_one[0]).joined(of_one) for of_one in zip(*quantised, strict=True)])
-    return torch.cat([stack.dense() if isinstance(stack, QuantisedStack) else stack for stack in stacks], dim=1)
-
-
 def choose_experts(
     logits: Tensor, router: Router, correction: Tensor | None = None, expert_scale: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:

@@ -17,7 +17,7 @@ from transformers.models.olmoe.modeling_olmoe import OlmoeExperts, OlmoeTopKRout
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts, Qwen3MoeTopKRouter
 
 from kernels.cpu.library import use_threads
-from kernels.experts import QuantisedStack, Router, StackedWeight, join_stacks
+from kernels.experts import QuantisedStack, Router, StackedWeight
 from kernels.layers import BlockFormat, Gate
 from kernels.ops import REFERENCE, Ops
 from kernels.triton import experts as kernel
@@ -210,14 +210,13 @@ def test_on_a_device_every_tile_and_company_gives_the_same_bits(
 
 def test_stacks_of_different_forms_are_joined(compiled: Ops) -> None:
     gate, up = (quantised(compiled, form, WIDTH, HIDDEN, torch.float32) for form in (FORMS[1], FORMS[4]))
-    joined, down = join_stacks([gate, up]), drawn(EXPERTS, HIDDEN, WIDTH)
-    assert isinstance(joined, QuantisedStack)
+    kind, down = type(gate[0]), drawn(EXPERTS, HIDDEN, WIDTH)
+    joined = QuantisedStack([kind.joined(both) for both in zip(gate.weights, up.weights, strict=True)])
     assert joined.shape == (EXPERTS, 2 * WIDTH, HIDDEN)
     assert joined.num_bytes == gate.num_bytes + up.num_bytes
     x, chosen = drawn(9, HIDDEN), choices(9)
     found = compiled.plan_experts(joined, down, None, None, GATES[0])(x, *chosen)
-    whole = join_stacks([gate, up.dense()])
-    assert isinstance(whole, Tensor)
+    whole = torch.cat((gate.dense(), up.dense()), dim=1)
     expected = REFERENCE.plan_experts(whole, down, None, None, GATES[0])(x, *chosen)
     assert (found - expected).norm() < 0.02 * expected.norm()
 
