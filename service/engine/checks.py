@@ -48,22 +48,19 @@ other modalities, which nothing reads."""
 _INDEX = "model.safetensors.index.json"
 
 
-def quantisation_of(config: PreTrainedConfig) -> str:
-    """Name of the method by which the files' weights are quantised, or nothing."""
-    settings = getattr(config, "quantization_config", None) or {}
-    method = settings.get("quant_method", "?") if isinstance(settings, dict) else settings.quant_method
-    return str(getattr(method, "value", method)) if settings else ""
-
-
-def refuse_unsupported(full_config: PreTrainedConfig) -> None:
-    """Raise StartupError for weights in a form that is not read, and if our attention cannot replace the model's,
-    because that is not plain causal attention."""
-    config = full_config.get_text_config()
-    if (method := quantisation_of(full_config)) not in ("", "mxfp4"):
+def refuse_quantised(config: PreTrainedConfig) -> None:
+    """Raise StartupError if the weights in safetensors files are quantised by another method than MXFP4."""
+    method = (getattr(config, "quantization_config", None) or {}).get("quant_method", "mxfp4")
+    if method != "mxfp4":
         raise StartupError(
             f"the weights are quantised by {method!r}, which adaptree does not read from safetensors; use a checkpoint "
             "in bfloat16, or a GGUF file"
         )
+
+
+def refuse_unsupported(full_config: PreTrainedConfig) -> None:
+    """Raise StartupError if our attention cannot replace the model's, because that is not plain causal attention."""
+    config = full_config.get_text_config()
     if getattr(full_config, "is_encoder_decoder", False):
         raise StartupError(f"model type {config.model_type!r} is an encoder-decoder; adaptree serves decoders")
     kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}

@@ -39,9 +39,9 @@ from kernels.families import OF_DRAFTERS
 from kernels.layers import QuantisedWeight, Weight, even_sample
 from service.engine.checks import (
     fix_longrope,
-    quantisation_of,
     refuse_doubled,
     refuse_incomplete,
+    refuse_quantised,
     refuse_unsupported,
     refuse_unverified,
 )
@@ -126,6 +126,7 @@ def describe(name: str, *, revision: str | None, unverified: bool, max_model_len
         file = None if path is None else open_gguf(path)
         whole = _read_config(resolve(name), revision) if file is None else config_of(file)
         config = _text_of(whole)
+        refuse_quantised(whole)
         refuse_unsupported(config)
         refuse_unverified(config.get_text_config().model_type, allowed=unverified)
         fix_longrope(config, max_model_len)
@@ -177,7 +178,7 @@ def _from_folder(
     """Load safetensors. MXFP4 is kept in blocks or dequantised to `dtype`."""
     refuse_doubled(Path(source))
     kind: Any = AutoModelForCausalLM
-    if quantisation_of(config) == "mxfp4":
+    if getattr(config, "quantization_config", None):  # which others than MXFP4 do not reach
         if in_blocks:
             kind = with_blocks(cast(type[PreTrainedModel], MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]))
             del config.quantization_config
