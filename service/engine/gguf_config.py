@@ -5,8 +5,7 @@ import math
 from huggingface_hub.errors import StrictDataclassError
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 
-from service.engine.gguf_families import ARCHITECTURES
-from service.engine.gguf_metadata import Architecture, Metadata, Values
+from service.engine.gguf_families import ARCHITECTURES, Architecture, Metadata, Values
 from service.engine.gguf_reader import GGUFFile
 from service.errors import StartupError
 

@@ -2,21 +2,30 @@
 
 import logging
 from collections import Counter
+from collections.abc import Collection
 from math import prod
 
 import torch
 from accelerate import init_empty_weights  # type: ignore[import-untyped]
 from gguf import GGMLQuantizationType, dequantize
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
+from kernels.experts import QuantisedStack
+from kernels.layers import QuantisedWeight
 from service.engine.gguf_blocks import PLAIN, dense, kept, numbers
 from service.engine.gguf_config import LONG_FACTORS, ROPE_FACTORS, architecture_of
-from service.engine.gguf_experts import load_experts
-from service.engine.gguf_metadata import Architecture
+from service.engine.gguf_families import Architecture
 from service.engine.gguf_reader import GGUFFile, GGUFTensor
-from service.engine.modules import QuantisedEmbedding, QuantisedLinear, decoder_layers, is_experts
+from service.engine.modules import (
+    STACKS,
+    QuantisedEmbedding,
+    QuantisedExperts,
+    QuantisedLinear,
+    decoder_layers,
+    is_experts,
+)
 from service.errors import StartupError
 
 logger = logging.getLogger(__name__)
@@ -77,10 +86,69 @@ def _take_experts(model: PreTrainedModel, file: GGUFFile, counts: Counter[str], 
         for name in [name for name, module in layer.named_modules() if is_experts(module)]:
             (place, _, own_name), prefix = name.rpartition("."), f"blk.{number}.ffn_"
             given = layer.get_submodule(name), prefix, file, model.dtype, counts
-            experts, names = load_experts(*given, in_blocks=in_blocks)
+            try:
+                experts, names = _load_experts(*given, in_blocks=in_blocks)
+            except (NotImplementedError, ValueError, RuntimeError) as error:
+                raise StartupError(f"{file.path.name}: experts of layer {number} cannot be used: {error}") from error
             setattr(layer.get_submodule(place), own_name, experts)
             used |= names
     return used
+
+
+def _load_experts(
+    experts: nn.Module, prefix: str, file: GGUFFile, dtype: torch.dtype, counts: Counter[str], *, in_blocks: bool
+) -> tuple[nn.Module, set[str]]:
+    """Load transformers' module of experts from the tensors that begin with `prefix`. Returns the module, or
+    `QuantisedExperts` if matrices are kept in blocks, and the names of the tensors; adds the number of weights by
+    format to `counts`. Raises ValueError for missing tensors and wrong shapes."""
+    stacks, used = dict[str, QuantisedStack](), set[str]()
+    for name, parameter in list(experts.named_parameters(recurse=False)):
+        turned = name in STACKS and bool(experts.is_transposed)
+        parts = _parts(name, tuple((parameter.mT if turned else parameter).shape), prefix, file)
+        used |= parts.keys()
+        if in_blocks and name in STACKS and not any(part.kind in PLAIN for part in parts.values()):
+            by_expert = zip(*(_in_blocks(part, dtype, counts) for part in parts.values()), strict=True)
+            stacks[name] = QuantisedStack([type(own[0]).joined(own) for own in by_expert])
+        else:
+            interleaved = not experts.is_concatenated and len(parts) > 1
+            whole = _joined(parts.values(), torch.empty(parameter.shape, dtype=dtype), turned, interleaved)
+            setattr(experts, name, nn.Parameter(whole, requires_grad=False))
+            counts[str(dtype).removeprefix("torch.")] += whole.numel()
+        file.give_back()
+    return (QuantisedExperts(experts, stacks) if stacks else experts), used
+
+
+def _parts(name: str, shape: tuple[int, ...], prefix: str, file: GGUFFile) -> dict[str, GGUFTensor]:
+    """Find the tensors whose rows together are those of a parameter: gate and up rows may be in one or in two.
+    # shape (experts, out, in), or (experts, out) of a bias"""
+    kind = "bias" if name.endswith("_bias") else "weight"
+    stem = name.removesuffix("_bias").removesuffix("_proj")
+    whole = f"{prefix}{stem}_exps.{kind}"
+    names = [whole] if whole in file.tensors else [f"{prefix}{part}_exps.{kind}" for part in stem.split("_")]
+    expected = (shape[0], shape[1] // len(names), *shape[2:])
+    for one in names:
+        if one not in file.tensors or file.tensors[one].shape != expected:
+            raise ValueError(f"{one} is missing or has another shape than the metadata's {list(expected)}")
+    return {one: file.tensors[one] for one in names}
+
+
+def _in_blocks(tensor: GGUFTensor, dtype: torch.dtype, counts: Counter[str]) -> list[QuantisedWeight]:
+    weights, forms = zip(*(kept(data, tensor.kind, dtype) for data in tensor.data), strict=True)
+    counts[forms[0]] += prod(tensor.shape)
+    return list(weights)
+
+
+def _joined(parts: Collection[GGUFTensor], whole: Tensor, turned: bool, interleaved: bool) -> Tensor:
+    """Dequantise a parameter of all experts into `whole`, in transformers' layout: `turned` [experts, in, out] instead
+    of [experts, out, in], `interleaved` with gate and up rows by turns."""
+    for expert, place in enumerate(whole):
+        rows = torch.cat(
+            [dense(GGUFTensor(part.shape[1:], part.kind, part.data[expert]), whole.dtype) for part in parts]
+        )
+        if interleaved:
+            rows = rows.unflatten(0, (2, -1)).transpose(0, 1).flatten(0, 1)
+        place.copy_(rows.T if turned else rows)
+    return whole
 
 
 def _take(model: PreTrainedModel, name: str, place: str | None, tensor: GGUFTensor, in_blocks: bool) -> str:

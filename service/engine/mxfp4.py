@@ -53,10 +53,12 @@ def keep_experts(model: PreTrainedModel) -> None:
 
 def _stack(experts: nn.Module, name: str, dtype: torch.dtype) -> QuantisedStack:
     blocks, scales = experts.get_parameter(name + _BLOCKS), experts.get_parameter(name + _SCALES)
+    order = torch.arange(blocks.shape[1])
     if name.startswith("gate"):
-        order = torch.arange(blocks.shape[1]).view(-1, 2).T.flatten()  # gate rows, then up rows
-        return QuantisedStack([_weight(*one, dtype) for one in zip(blocks[:, order], scales[:, order], strict=True)])
-    return QuantisedStack([_weight(*one, dtype) for one in zip(blocks, scales, strict=True)])
+        order = order.view(-1, 2).T.flatten()  # gate rows, then up rows
+    return QuantisedStack(
+        [_weight(own[order], exponents[order], dtype) for own, exponents in zip(blocks, scales, strict=True)]
+    )
 
 
 def _weight(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> QuantisedWeight:
