@@ -10,6 +10,7 @@ from collections.abc import Callable
 import typer
 
 from benchmarks import (
+    budgets,
     checkpoint,
     clients,
     curves,
@@ -35,6 +36,7 @@ from service.cli import STARTUP_EXIT_CODE, with_settings
 from service.errors import StartupError
 
 EXPERIMENTS: dict[str, Callable[..., bool]] = {
+    "budgets": budgets.run,
     "clients": clients.run,
     "curves": curves.run,
     "drafters": kinds.run,
@@ -63,6 +65,7 @@ for _name, _run in EXPERIMENTS.items():
 
 _checkpoint = typer.Typer(help="Write a model to measure costs with.", no_args_is_help=True)
 _checkpoint.command("deepened")(with_settings(command(checkpoint.run_deepened)))
+_checkpoint.command("experts")(with_settings(command(checkpoint.run_experts)))
 _checkpoint.command("finetuned")(with_settings(command(finetuned.run)))
 _checkpoint.command("dummy")(with_settings(command(checkpoint.run_dummy)))
 app.add_typer(_checkpoint, name="checkpoint")

@@ -5,6 +5,9 @@ are zero, so that they add nothing. A step costs what K times the layers cost, w
 model itself, bit for bit: real text beside an expensive target. Its drafter stays as it is, and reads the same states
 at the layers' new numbers. A GGUF file keeps its blocks.
 
+`experts` puts experts in place of each feed-forward, which are all equal to it, behind a random router: a step costs
+what that of a mixture of experts does, while texts and drafts are the model's own. The result is of type `mixtral`.
+
 `dummy` writes random weights in a known shape. Texts mean nothing, only costs do. Nothing is downloaded.
 """
 
@@ -19,7 +22,7 @@ from typing import Annotated, Any
 import numpy as np
 import torch
 import typer
-from gguf import GGUFReader, GGUFWriter, ReaderTensor, dequantize
+from gguf import GGMLQuantizationType, GGUFReader, GGUFValueType, GGUFWriter, ReaderTensor, dequantize
 from gguf.scripts.gguf_new_metadata import MetadataDetails, copy_with_new_metadata
 from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
@@ -42,6 +45,8 @@ DRAFTER = "drafter"
 
 _LAYER = re.compile(r"blk\.(\d+)\.(.+)")
 """Names of a layer's tensors in a GGUF file."""
+_FEED_FORWARD = re.compile(r"(blk\.\d+\.ffn_(?:gate|up|down))\.weight")
+"""Names of a feed-forward's matrices in a GGUF file."""
 _OUTPUTS = re.compile(r"\b(o_proj|down_proj|attn_output|ffn_down)")
 """Parameters through which a layer adds to the hidden states, as transformers and GGUF files name them."""
 ZEROED = ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
@@ -73,7 +78,37 @@ def run_deepened(
         embedding = matrix_of(model.get_input_embeddings())
     drafter = config.drafter_path or shipped_folder(source)
     if drafter is not None:
-        _write_drafter(drafter, embedding, described, copies, out / DRAFTER)
+        changed = {**described, **_changes(described, copies)}
+        _write_drafter(drafter, embedding, described, changed, out / DRAFTER)
+    return True
+
+
+def run_experts(
+    loaded: LoadedConfig,
+    out: Out,
+    experts: Annotated[int, typer.Option(min=2, help="Experts of each layer.")] = 8,
+    chosen: Annotated[int, typer.Option(min=1, help="Experts of each row.")] = 2,
+) -> bool:
+    """Write the configured model with its feed-forwards repeated as experts, and its drafter to fit. Serve both with
+    --model FOLDER --drafter-path FOLDER/drafter; a GGUF file becomes FOLDER/NAME-of-N.gguf, to be given as --model."""
+    config, source = loaded.config, loaded.config.model_source
+    described = target_config(source, revision=config.revision)
+    biased = described.get("attention_bias") or described.get("mlp_bias")
+    if described["model_type"] not in ("llama", "mistral") or biased:
+        raise StartupError("only models of type llama or mistral without biases can have experts")
+    if chosen > experts:
+        raise StartupError(f"--chosen {chosen}: a row chooses among {experts} experts")
+    file = gguf_file(source)
+    if file is not None:
+        embedding = write_experts_file(file, experts, chosen, out / f"{file.stem}-of-{experts}.gguf")
+    else:
+        model, tokenizer = read_model(config)
+        with_experts(model, experts, chosen).save_pretrained(out)
+        tokenizer.save_pretrained(out)
+        embedding = matrix_of(model.get_input_embeddings())
+    drafter = config.drafter_path or shipped_folder(source)
+    if drafter is not None:
+        _write_drafter(drafter, embedding, described, {**described, "model_type": "mixtral"}, out / DRAFTER)
     return True
 
 
@@ -135,6 +170,42 @@ def deepened(model: PreTrainedModel, copies: int) -> PreTrainedModel:
     return deep
 
 
+@torch.no_grad()
+def with_experts(model: PreTrainedModel, experts: int, chosen: int) -> PreTrainedModel:
+    """Return a Llama without biases as a mixture of experts that are all equal to its feed-forward, in its type and on
+    its device. The weights of a row's chosen ones add up to 1, so logits are the model's own but for rounding."""
+    own = {**model.config.get_text_config().to_dict(), "model_type": "mixtral", "architectures": ["MixtralForCausalLM"]}
+    config = AutoConfig.for_model(**own, num_local_experts=experts, num_experts_per_tok=chosen)
+    with seeded(model.device):
+        sparse: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=model.dtype).to(model.device)
+    parameters = dict(sparse.named_parameters())
+    for name, weight in model.named_parameters():
+        experts_of = name.partition(".mlp.")[0] + ".mlp.experts."
+        if name.endswith(("gate_proj.weight", "up_proj.weight")):
+            part = parameters[f"{experts_of}gate_up_proj"].chunk(2, dim=1)["up_proj" in name]
+        else:
+            part = parameters[f"{experts_of}down_proj" if name.endswith("down_proj.weight") else name]
+        part.copy_(weight)
+    return sparse
+
+
+def write_experts_file(file: Path, experts: int, chosen: int, out: Path) -> Weight:
+    """Write a GGUF file of `with_experts`, its blocks as they are; returns the embedding. # -> [vocab, hidden]"""
+    reader, generator = GGUFReader(file), np.random.default_rng(0)
+    counts = {"expert_count": experts, "expert_used_count": chosen}
+    added = {f"llama.{name}": MetadataDetails(GGUFValueType.UINT32, count) for name, count in counts.items()}
+    tensors = list[ReaderTensor]()
+    for tensor in reader.tensors:
+        matrix = _FEED_FORWARD.fullmatch(tensor.name)
+        repeated = np.broadcast_to(tensor.data, (experts, *tensor.data.shape))
+        tensors.append(tensor._replace(name=f"{matrix[1]}_exps.weight", data=repeated) if matrix else tensor)
+        if matrix and tensor.name.endswith("ffn_gate.weight"):
+            router = generator.standard_normal((experts, int(tensor.shape[0])), np.float32) / 50
+            kind, name = GGMLQuantizationType.F32, f"{matrix[1]}_inp.weight"
+            tensors.append(tensor._replace(name=name, tensor_type=kind, data=router))
+    return _write_changed(reader, "llama", tensors, added, out)
+
+
 def write_deepened_file(file: Path, described: Mapping[str, Any], copies: int, out: Path) -> Weight:
     """Write a GGUF file of `copies` times the layers, its blocks as they are; returns the embedding. `described`:
     transformers config of its decoder. Raises StartupError for what such a file cannot hold. # -> [vocab, hidden]"""
@@ -145,7 +216,15 @@ def write_deepened_file(file: Path, described: Mapping[str, Any], copies: int, o
     architecture = reader.fields["general.architecture"].contents()
     count = reader.fields[f"{architecture}.block_count"]
     changed = {count.name: MetadataDetails(count.types[0], copies * count.contents())}
-    reader.tensors = [deep for tensor in reader.tensors for deep in _deep_tensors(tensor, copies)]
+    tensors = [deep for tensor in reader.tensors for deep in _deep_tensors(tensor, copies)]
+    return _write_changed(reader, architecture, tensors, changed, out)
+
+
+def _write_changed(
+    reader: GGUFReader, architecture: str, tensors: list[ReaderTensor], changed: dict[str, MetadataDetails], out: Path
+) -> Weight:
+    """Write a file with other tensors and other fields; returns the embedding. # -> [vocab, hidden]"""
+    reader.tensors = tensors
     out.parent.mkdir(parents=True, exist_ok=True)
     writer = GGUFWriter(out, architecture, endianess=reader.endianess)
     writer.data_alignment = reader.alignment
@@ -167,19 +246,22 @@ def _deep_tensors(tensor: ReaderTensor, copies: int) -> list[ReaderTensor]:
     return [tensor._replace(name=names[0]), *(tensor._replace(name=name, data=data) for name in names[1:])]
 
 
-def _write_drafter(folder: Path, embedding: Weight, described: Mapping[str, Any], copies: int, out: Path) -> None:
-    """Write a drafter that reads the states it was trained on at their layers' new numbers. Raises StartupError.
-    # embedding [vocab, hidden]"""
+def _write_drafter(
+    folder: Path, embedding: Weight, described: Mapping[str, Any], changed: Mapping[str, Any], out: Path
+) -> None:
+    """Write a drafter for a changed model that reads the states it was trained on at their layers' new numbers;
+    `described`, `changed`: transformers configs of the decoders. Raises StartupError. # embedding [vocab, hidden]"""
     try:
         own = checkpoint.describe(folder)
         weights = checkpoint.read_weights(folder, own.config)
     except checkpoint.DrafterError as error:
         raise StartupError(str(error)) from error
     if own.target_identity != checkpoint.identity_of(embedding, described):
-        raise StartupError(f"drafter {folder} was trained for another model than the one that is deepened")
+        raise StartupError(f"drafter {folder} was trained for another model than the one that is changed")
+    copies = changed["num_hidden_layers"] // described["num_hidden_layers"]
     target, taps = {**own.config.target, **_changes(own.config.target, copies)}, own.config.tap_layers
     config = replace(own.config, target=target, tap_layers=tuple(copies * layer for layer in taps))
-    identity = checkpoint.identity_of(embedding, {**described, **_changes(described, copies)})
+    identity = checkpoint.identity_of(embedding, changed)
     checkpoint.save_weights(out, config, weights, target_identity=identity, facts={**own.facts, "deepened": copies})
 
 

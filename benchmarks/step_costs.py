@@ -4,26 +4,33 @@ import resource
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Annotated
+from statistics import fmean
+from typing import Annotated, Any
 
 import psutil
 import torch
 import typer
 from rich.table import Table
+from torch import Tensor
 
 from benchmarks.anatomy import anatomy, table_of_parts
 from benchmarks.gguf_shapes import SHAPES, Mix, write_shape
 from benchmarks.peers import open_llama_cpp
 from benchmarks.shared import percentile
 from drafters.files import replacing
+from kernels.decoder_layer import DecoderLayer, SparseFeedForward
+from kernels.ops import REFERENCE, Ops
 from kernels.rows import ExtendRows
 from service.assembly import Assembly
 from service.bench.commands import Out
 from service.bench.experiment import Measure, conclude, counted, prepare, read_sets
 from service.bench.lossless import BUILT_IN
 from service.config import LoadedConfig
+from service.engine.decoder import FusedDecoder
 from service.engine.measuring import Trial
+from service.engine.target import Target
 from service.engine.weights import EMBEDDED_NAME, gguf_file
 from service.errors import StartupError
 
@@ -41,6 +48,7 @@ class StepRow:
     llama_cpp_milliseconds: float | None
     over_one_row: float
     over_llama_cpp: float | None  # its time over ours
+    experts: float | None  # distinct experts of the rows, mean over layers; None without experts
 
 
 def run(
@@ -82,7 +90,7 @@ def run(
                     times[name, rows].append(1e3 * (time.perf_counter() - start))
             advance(1)
     middle = {key: percentile(values, 50) for key, values in times.items()}
-    rows_of = [_row(rows, middle) for rows in _ROWS]
+    rows_of = [_row(rows, middle, experts_of(assembly.target, partial(ways["here"], rows))) for rows in _ROWS]
     summary = {
         "file_bytes": file.stat().st_size,
         "weights_over_file": weights / file.stat().st_size,
@@ -105,20 +113,47 @@ def _anatomy(loaded: LoadedConfig, prompts: int, out: Path | None) -> bool:
     )
 
 
-def _row(rows: int, middle: dict[tuple[str, int], float]) -> StepRow:
+def experts_of(target: Target, run_forward: Callable[[], object]) -> float | None:
+    """Count the distinct experts of a forward, as the mean over layers that have some. Returns None if none has."""
+    decoder, found = target._layers, list[int]()
+    if not isinstance(decoder, FusedDecoder):
+        return None
+
+    def choose(*args: Any) -> tuple[Tensor, Tensor]:
+        chosen, weights = decoder._ops.choose_experts(*args)
+        found.append(chosen.unique().numel())
+        return chosen, weights
+
+    ops, layers = Ops(**{**vars(decoder._ops), "choose_experts": choose}), list[DecoderLayer]()
+    for layer in decoder._layers:
+        forward = layer.feed_forward
+        layers.append(
+            replace(layer, feed_forward=replace(forward, ops=ops)) if isinstance(forward, SparseFeedForward) else layer
+        )
+    kept, storage = decoder._planned, target.pool.layers
+    decoder._planned = storage, REFERENCE.plan_layers(layers, storage, decoder._tapped)
+    run_forward()
+    decoder._planned = kept
+    return fmean(found) if found else None
+
+
+def _row(rows: int, middle: dict[tuple[str, int], float], experts: float | None) -> StepRow:
     ours, theirs = middle["here", rows], middle.get(("llama.cpp", rows))
-    return StepRow(rows, ours, theirs, ours / middle["here", 1], None if theirs is None else theirs / ours)
+    return StepRow(rows, ours, theirs, ours / middle["here", 1], None if theirs is None else theirs / ours, experts)
 
 
 def _table(rows: Sequence[StepRow]) -> Table:
-    table = Table("rows", "ms", "llama.cpp, ms", "over one row", "over llama.cpp")
+    table = Table("rows", "ms", "llama.cpp, ms", "over one row", "over llama.cpp", "experts")
     for row in rows:
         theirs = (
             ("", "")
             if row.llama_cpp_milliseconds is None
             else (f"{row.llama_cpp_milliseconds:.2f}", f"{row.over_llama_cpp:.2f}")
         )
-        table.add_row(str(row.rows), f"{row.milliseconds:.2f}", theirs[0], f"{row.over_one_row:.2f}", theirs[1])
+        experts = "" if row.experts is None else f"{row.experts:.2f}"
+        table.add_row(
+            str(row.rows), f"{row.milliseconds:.2f}", theirs[0], f"{row.over_one_row:.2f}", theirs[1], experts
+        )
     return table
 
 

@@ -57,10 +57,11 @@ _REPEATS = 3
 _ENOUGH_SECONDS = 0.25
 """Total seconds after which a point is not timed again, as large models would take minutes."""
 _CLEARLY = 1.25  # ratio of seconds that varying clock speeds do not explain
+_COMPUTED = 4  # first positions of measured sequences that have keys and values
 _LEVEL = 8  # number of nodes on a level of a measured tree
 _DRAFT_TOKENS = 64  # length of the text for which drafting is measured
 _CPU_INFO = Path("/proc/cpuinfo")
-_FORMAT = 3
+_FORMAT = 4
 
 _CHECKED_CONTEXT = 150
 _CHECKED_STEPS = 12
@@ -254,17 +255,22 @@ class Point(NamedTuple):
 
 
 def dummy_texts(target: Target, *, sequences: int, length: int) -> Trial:
-    """Build a trial for timing whose sequences have slots but no computed keys; the time does not depend on values."""
-    trial = Trial(target, sequences=sequences, max_length=length + MAX_DEPTH + 1)
-    for row in range(sequences):
-        trial.place([ExtendRows(row, 0, [0] * length, completes=False)])
+    """Build a trial for timing whose sequences have computed keys at their first positions only, and slots without keys
+    at all others. With no keys at all, rows would be as alike as first tokens are, and wake the same experts."""
+    trial, first = Trial(target, sequences=sequences, max_length=length + MAX_DEPTH + 1), min(_COMPUTED, length)
+    trial.run([ExtendRows(row, 0, trial.random_tokens(first), completes=False) for row in range(sequences)])
+    for row in range(sequences if length > first else 0):
+        trial.place([ExtendRows(row, first, [0] * (length - first), completes=False)])
     return trial
 
 
 def place_point(trial: Trial, point: Point) -> ForwardRows:
-    """Lay out the rows of a point after the dummy texts of the trial."""
-    extends = [ExtendRows(row, point.context, [0], completes=True) for row in range(point.sequences)]
-    return trial.place(extends, trees_for(point, trial.target.device))
+    """Lay out the rows of a point after the dummy texts of the trial. Their tokens differ, because rows of one token
+    would all wake the same experts."""
+    roots, tree = trial.random_tokens(point.sequences), trees_for(point, trial.target.device)
+    nodes = torch.tensor(trial.random_tokens(tree.tokens.numel()), dtype=torch.int64).view(tree.tokens.shape)
+    extends = [ExtendRows(row, point.context, [token], completes=True) for row, token in enumerate(roots)]
+    return trial.place(extends, tree._replace(tokens=nodes.to(trial.target.device)))
 
 
 def run_point(trial: Trial, point: Point) -> None:

@@ -17,8 +17,10 @@ from benchmarks.checkpoint import (
     ZEROED,
     deepened,
     dummy_config,
+    with_experts,
     write_deepened_file,
     write_dummy,
+    write_experts_file,
 )
 from benchmarks.gguf_shapes import Mix, Shape, write_file
 from benchmarks.gpu import assembled as gpu_assembled
@@ -82,6 +84,45 @@ def assert_same(expected: list[Run], found: list[Run]) -> None:
     )
     assert one == other
     assert tau(found) > 1
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+def test_experts_compute_what_their_feed_forward_does(family: str) -> None:
+    model = stock_tiny(family)
+    sparse = with_experts(model, 4, 2)
+    assert sparse.config.model_type == "mixtral"
+    tokens = torch.arange(40)[None] % model.config.vocab_size
+    expected, found = (one(tokens, use_cache=False).logits for one in (model, sparse))
+    torch.testing.assert_close(found, expected)
+    chosen = torch.stack(
+        [layer.mlp.gate(torch.randn(64, model.config.hidden_size))[2] for layer in sparse.model.layers]
+    )
+    assert len(chosen.unique()) == 4, "the router chooses all experts"
+
+
+def test_a_checkpoint_with_experts_is_served_like_any_other(run: Command, tmp_path: Path) -> None:
+    """Its texts and its drafts are those of the model itself."""
+    folder, out = tiny_model("llama", tmp_path / "model", **SMALL, num_hidden_layers=2), tmp_path / "sparse"
+    drafter = save_drafter(tmp_path / "drafter", assembled(folder))
+    words = ("--model", folder, "--drafter-path", drafter, "--state-dir", tmp_path, "--experts", 4, "--out", out)
+    assert run("checkpoint", "experts", *words)[0] == 0
+    drafting = {"drafter": "specblock", "budget_policy": "fixed", "max_budget": 8}
+    both = [
+        assemble(settings_for(model).model_copy(update={**drafting, "drafter_path": weights}))
+        for model, weights in ((folder, drafter), (out, out / DRAFTER))
+    ]
+    assert [one.target.runs_by_ops for one in both] == [True, True]
+    assert_same(*map(runs_of, both))
+
+
+def test_what_cannot_have_experts_is_refused(run: Command, tmp_path: Path) -> None:
+    words = ("--state-dir", tmp_path, "--out", tmp_path / "sparse")
+    for family, biased in (("qwen3", False), ("llama", True)):
+        folder = tiny_model(family, tmp_path / family, **SMALL, attention_bias=biased)
+        with pytest.raises(StartupError, match="only models of type llama or mistral without biases"):
+            run("checkpoint", "experts", "--model", folder, *words)
+    with pytest.raises(StartupError, match="--chosen 3: a row chooses among 2 experts"):
+        run("checkpoint", "experts", "--model", save_two_layers(tmp_path / "a"), "--experts", 2, "--chosen", 3, *words)
 
 
 @pytest.mark.parametrize("family", ["llama", "olmo2"])
@@ -155,6 +196,22 @@ def test_a_gguf_file_keeps_its_blocks(mix: Mix, tmp_path: Path) -> None:
         name: name not in ("GGUF.tensor_count", "llama.block_count") for name in fields[0]
     }
     assert fields[1]["llama.block_count"].contents() == 6
+
+
+def test_experts_in_a_gguf_file_keep_their_blocks(tmp_path: Path) -> None:
+    file, out = written(tmp_path / "a.gguf"), tmp_path / "sparse" / "a.gguf"
+    embedding = write_experts_file(file, 4, 2, out)
+    before, after = ({tensor.name: tensor for tensor in GGUFReader(path).tensors} for path in (file, out))
+    for name, tensor in before.items():
+        own = after.pop(name.replace(".weight", "_exps.weight") if ".ffn_" in name and "norm" not in name else name)
+        assert tensor.tensor_type == own.tensor_type
+        assert (own.data == tensor.data).all()
+    assert {name: list(tensor.data.shape) for name, tensor in after.items()} == {
+        f"blk.{layer}.ffn_gate_inp.weight": [4, SHAPE.hidden] for layer in range(SHAPE.layers)
+    }
+    fields = GGUFReader(out).fields
+    assert [fields[f"llama.{name}"].contents() for name in ("expert_count", "expert_used_count")] == [4, 2]
+    assert embedding.shape == (SHAPE.vocab, SHAPE.hidden)
 
 
 def test_what_a_gguf_file_cannot_hold_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

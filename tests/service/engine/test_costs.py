@@ -29,8 +29,10 @@ from service.engine.measuring import (
     MeasuredFor,
     Point,
     costs_at_start,
+    dummy_texts,
     measure_drafts,
     measure_grid,
+    place_point,
 )
 from tests.service.engine.harness import tiny_target
 from tests.tiny_models import loaded_tiny
@@ -301,6 +303,14 @@ def test_noise_at_the_first_point_makes_no_longer_context_free(clock: list[float
         clock[0] += 9.0 if point == Point(1, 100, 1) else 1.0
 
     assert (measured(run, (1, 2, 4), (100, 300)).seconds > 0.9).all()
+
+
+def test_rows_of_a_measured_forward_have_different_tokens() -> None:
+    """Rows of one token would wake the same experts, and further rows would seem free."""
+    trial = dummy_texts(tiny_target(loaded_tiny("llama"), 700), sequences=3, length=20)
+    rows = place_point(trial, Point(3, 20, 32))
+    assert rows.num_rows == 32
+    assert len(set(rows.tokens.tolist())) > 16
 
 
 def memory() -> Drafter:
