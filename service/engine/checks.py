@@ -2,7 +2,9 @@
 
 import json
 import re
+from collections import Counter
 from collections.abc import Collection, Mapping
+from itertools import product
 from pathlib import Path
 from typing import Any, Literal
 
@@ -45,6 +47,7 @@ _NOT_OF_THE_TEXT = re.compile(
 )
 """Weights in a target's files that its text model does not have: of a drafter, which `drafters/trained` reads, and of
 other modalities, which nothing reads."""
+_OF_AN_EXPERT = re.compile(r"(?P<place>.*\.experts\.)(?P<number>\d+)(?P<kind>\..*)")
 _INDEX = "model.safetensors.index.json"
 
 
@@ -118,31 +121,52 @@ def refuse_unverified(model_type: str, *, allowed: bool) -> None:
         )
 
 
-def refuse_doubled(folder: Path) -> None:
-    """Raise StartupError if the safetensors files of a local folder contain a tensor twice; transformers would silently
-    use the last one."""
+def refuse_odd_tensors(folder: Path) -> None:
+    """Raise StartupError if the safetensors files of a local folder contain a tensor twice, of which transformers would
+    silently use the last one, or if an expert lacks a tensor that others have, or has another shape: transformers
+    stacks those that there are, without a look at their numbers."""
     index, names = folder / _INDEX, {"model.safetensors"}
     if index.is_file() and not (folder / "model.safetensors").is_file():
         try:
             names = set(json.loads(index.read_text())["weight_map"].values())
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise StartupError(f"{index} has no valid weight_map: {error!r}; download it again") from error
-    found: dict[str, str] = {}
+    found, shapes = dict[str, str](), dict[str, Any]()
     for file in sorted(folder / name for name in names):
-        for key in _keys(file) if file.is_file() else ():
+        for key, about in _tensors(file) if file.is_file() else ():
             if key in found:
                 raise StartupError(f"{file}: tensor {key!r} occurs twice, first in {found[key]}; remove one of them")
-            found[key] = file.name
+            found[key], shapes[key] = file.name, about.get("shape")
+    _refuse_odd_experts(shapes)
 
 
-def _keys(file: Path) -> list[str]:
-    """Read the tensor names in the header of a safetensors file; duplicate names are returned twice."""
+def _refuse_odd_experts(shapes: Mapping[str, Any]) -> None:
+    experts = [match for match in map(_OF_AN_EXPERT.fullmatch, shapes) if match is not None]
+    count = 1 + max((int(one["number"]) for one in experts), default=-1)
+    places, kinds = (Counter(one[name] for one in experts) for name in ("place", "kind"))
+    usual = [kind for kind, times in kinds.items() if 2 * times > max(kinds.values())]
+    wanted = [(place, kind, number) for place in places for kind in usual for number in range(count)]
+    missing = sorted(
+        f"{place}{number}{kind}" for place, kind, number in wanted if f"{place}{number}{kind}" not in shapes
+    )
+    if missing:
+        raise StartupError(f"the files contain no weights for {', '.join(missing[:3])} ({len(missing)} in all)")
+    for place, kind in product(places, usual):
+        found = [f"{place}{number}{kind}" for number in range(count)]
+        (shape, _), *others = Counter(str(shapes[name]) for name in found).most_common()
+        for name in found if others else ():
+            if str(shapes[name]) != shape:
+                raise StartupError(f"tensor {name!r} has the shape {shapes[name]}, but those of other experts {shape}")
+
+
+def _tensors(file: Path) -> list[tuple[str, dict[str, Any]]]:
+    """Read names and descriptions of tensors in the header of a safetensors file; duplicates are returned twice."""
     with file.open("rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
         header = stream.read(min(length, file.stat().st_size))
     try:
         pairs: list[tuple[str, Any]] = json.loads(header, object_pairs_hook=list)
-        return [name for name, _ in pairs if name != "__metadata__"]
+        return [(name, dict(about)) for name, about in pairs if name != "__metadata__"]
     except (ValueError, TypeError) as error:
         raise StartupError(f"{file}: the weights are damaged; copy or download them again: {error}") from error
 

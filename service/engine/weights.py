@@ -39,8 +39,8 @@ from kernels.families import OF_DRAFTERS
 from kernels.layers import QuantisedWeight, Weight, even_sample
 from service.engine.checks import (
     fix_longrope,
-    refuse_doubled,
     refuse_incomplete,
+    refuse_odd_tensors,
     refuse_quantised,
     refuse_unsupported,
     refuse_unverified,
@@ -176,7 +176,7 @@ def _from_folder(
     source: str, config: PreTrainedConfig, dtype: torch.dtype, revision: str, *, in_blocks: bool
 ) -> PreTrainedModel:
     """Load safetensors. MXFP4 is kept in blocks or dequantised to `dtype`."""
-    refuse_doubled(Path(source))
+    refuse_odd_tensors(Path(source))
     kind: Any = AutoModelForCausalLM
     if getattr(config, "quantization_config", None):  # which others than MXFP4 do not reach
         if in_blocks:

@@ -23,7 +23,7 @@ SHORT = [TEXTS[0][:200]]  # beyond windows and trained positions
 APART = 0.05  # nats per token between llama.cpp and ours, in Q8_0
 ROUNDED = 1e-6  # the same between transformers and ours, in float32
 FILES = [one for one in CHECKPOINTS if one.gguf and not one.left_out]
-FOLDERS = [one for one in CHECKPOINTS if one.config.get("num_hidden_layers", 2) == 2]
+FOLDERS = [one for one in CHECKPOINTS if one.config.get("num_hidden_layers", 2) == 2 and not one.within]
 COUNTS = pytest.mark.parametrize("count", [FEW, pytest.param(MANY, marks=pytest.mark.slow)])
 JUDGED = pytest.mark.slow("llama.cpp is installed first", covers="service/engine tests/conformance")
 

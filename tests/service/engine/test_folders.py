@@ -1,21 +1,34 @@
 """Safetensors folders: weights that are missing, left over, doubled or of another shape refuse the start by name."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from service.engine.checks import VERIFIED
 from service.errors import StartupError
 from tests.service.engine.test_weights import changed
-from tests.tiny_models import load, tiny_model
+from tests.tiny_models import EOS_ID, SMALL, VOCAB_SIZE, load, save_model, tiny_model
 
 FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+EXPERT = "model.layers.1.mlp.experts.{}.up_proj.weight"
+SIZES: dict[str, Any] = {
+    **SMALL,
+    "vocab_size": VOCAB_SIZE,
+    "eos_token_id": EOS_ID,
+    "head_dim": 16,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+}
 DOWN = "model.layers.1.mlp.down_proj.weight"
 
 
@@ -25,6 +38,37 @@ def rewritten(folder: Path, without: str = "", more: str = "") -> Path:
     weights.pop(without, None)
     save_file(weights | ({more: torch.zeros(3)} if more else {}), folder / FILE)
     return folder
+
+
+def of_experts(folder: Path, change: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]) -> Path:
+    """A changed checkpoint with experts, as files have them: one by one."""
+    config = AutoConfig.for_model("qwen3_moe", **SIZES)
+    save_model(AutoModelForCausalLM.from_config(config), folder)
+    save_file(change(load_file(folder / FILE)), folder / FILE, {"format": "pt"})
+    return folder
+
+
+@pytest.mark.parametrize("number", [0, 3])
+def test_an_expert_without_a_tensor_is_named(number: int, tmp_path: Path) -> None:
+    name = EXPERT.format(number)
+    folder = of_experts(tmp_path, lambda weights: {key: value for key, value in weights.items() if key != name})
+    with pytest.raises(StartupError, match=rf"no weights for {name} \(1 in all\)"):
+        load(folder)
+
+
+def test_experts_with_a_gap_in_their_numbers_are_named(tmp_path: Path) -> None:
+    folder = of_experts(
+        tmp_path, lambda weights: {key.replace("experts.3.", "experts.4."): value for key, value in weights.items()}
+    )
+    with pytest.raises(StartupError, match=r"no weights for model\.layers\.0\.mlp\.experts\.3\..*6 in all"):
+        load(folder)
+
+
+def test_an_expert_of_another_shape_is_named(tmp_path: Path) -> None:
+    name = EXPERT.format(2)
+    folder = of_experts(tmp_path, lambda weights: weights | {name: weights[name][:-1].clone()})
+    with pytest.raises(StartupError, match=rf"'{name}' has the shape \[15, 32\].*other experts \[16, 32\]"):
+        load(folder)
 
 
 def sharded(folder: Path) -> Path:

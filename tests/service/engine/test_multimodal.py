@@ -1,5 +1,8 @@
 """Of a multimodal checkpoint its text model is served; what belongs to other modalities is passed over."""
 
+import json
+import resource
+import struct
 from pathlib import Path
 
 import pytest
@@ -14,6 +17,7 @@ from tests.service.engine.test_weights import changed
 from tests.tiny_models import load
 
 PARTS = [one for one in CHECKPOINTS if one.within]
+GIB = 2**30
 PREFIXES = ("model.language_model.", "language_model.model.", "model.")
 """Under which names files hold the text model: today's, older ones, its own."""
 
@@ -66,3 +70,20 @@ def test_a_weight_that_the_text_lacks_is_named(tmp_path: Path) -> None:
 def test_ends_of_the_whole_model_end_answers(tmp_path: Path) -> None:
     folder = save(made(PARTS[0]), tmp_path, within=PARTS[0].within)
     assert load(changed(folder, eos_token_id=[7, 9])).eos_token_ids >= {7, 9}
+
+
+def test_a_tower_is_not_read(tmp_path: Path) -> None:
+    """Reading its 3 GiB, which are a hole in the file, would take as much memory."""
+    file = save(made(PARTS[0]), tmp_path, within=PARTS[0].within) / FILE
+    whole = file.read_bytes()
+    start = 8 + struct.unpack("<Q", whole[:8])[0]
+    header, end = json.loads(whole[8:start]), len(whole) - start
+    header["vision_tower.hole"] = {"dtype": "U8", "shape": [3 * GIB], "data_offsets": [end, end + 3 * GIB]}
+    packed = json.dumps(header).encode()
+    packed += b" " * (-len(packed) % 8)
+    with file.open("wb") as stream:
+        stream.write(struct.pack("<Q", len(packed)) + packed + whole[start:])
+        stream.truncate(8 + len(packed) + end + 3 * GIB)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    load(tmp_path)
+    assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024 < GIB // 4
