@@ -72,6 +72,12 @@ def test_ends_of_the_whole_model_end_answers(tmp_path: Path) -> None:
     assert load(changed(folder, eos_token_id=[7, 9])).eos_token_ids >= {7, 9}
 
 
+def test_a_quantised_whole_is_refused_by_its_method(tmp_path: Path) -> None:
+    folder = save(made(PARTS[0]), tmp_path, within=PARTS[0].within)
+    with pytest.raises(StartupError, match="quantised by 'fp8'"):
+        load(changed(folder, quantization_config={"quant_method": "fp8"}))
+
+
 def test_a_tower_is_not_read(tmp_path: Path) -> None:
     """Reading its 3 GiB, which are a hole in the file, would take as much memory."""
     file = save(made(PARTS[0]), tmp_path, within=PARTS[0].within) / FILE
