@@ -234,8 +234,6 @@ def _text_of(whole: PreTrainedConfig) -> PreTrainedConfig:
         return whole
     # Either may say that the output layer is the embedding; transformers unties them if the files have both.
     text.tie_word_embeddings = text.tie_word_embeddings or getattr(whole, "tie_word_embeddings", False)
-    if (quantised := getattr(whole, "quantization_config", None)) is not None:
-        text.quantization_config = quantised
     return text
 
 
