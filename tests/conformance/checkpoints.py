@@ -326,6 +326,8 @@ def _vector(name: str, noise: Tensor, gain: float, config: PreTrainedConfig) -> 
     of_scores = any(part in name for part in ("q_proj", "k_proj", "q_norm", "k_norm"))
     if name.endswith("bias"):
         return 0.5 * noise * (gain if of_scores else 1.0)
+    if "sinks" in name:
+        return 10.5 + noise  # as large as peaked scores are
     value = (1.0 + 0.2 * noise) * (gain if of_scores else 1.0)
     if name == "model.norm.weight":
         value = value * noise.sign() / _tied_size(config)
