@@ -75,7 +75,8 @@ class Assembly:
         """Hash of everything that the text depends on: weights, dtype, numerics, kernels, threads, but not the
         drafter."""
         kernels = ops.kernel_set(self.target.device)
-        if self.loaded.is_quantised and self.target.runs_by_ops and kernels != "torch":
+        same_bits = self.loaded.is_quantised and not self.loaded.has_experts and self.target.runs_by_ops
+        if same_bits and kernels != "torch":
             kernels = platform.machine()  # torch's results depend on the width of its vectors
         layout = f"{torch.get_num_threads()} {kernels}"
         parts = f"{self.loaded.fingerprint} {self.loaded.dtype_name} {self.numerics} {layout}"

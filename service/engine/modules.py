@@ -300,6 +300,15 @@ def weights_of(module: nn.Module) -> dict[str, Weight | QuantisedStack]:
     return found
 
 
+def keeps_blocks(model: nn.Module) -> bool:
+    """Whether all linear layers, embeddings and experts are kept in quantised blocks."""
+    dense = nn.Linear | nn.Embedding
+    return not any(
+        isinstance(module, dense) or (is_experts(module) and not isinstance(module, QuantisedExperts))
+        for module in model.modules()
+    )
+
+
 def matrix_of(module: nn.Module) -> Weight:
     """The weight of a linear layer or an embedding."""
     weight = weights_of(module)["weight"]

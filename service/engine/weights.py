@@ -51,7 +51,7 @@ from service.engine.gguf_file import load_gguf
 from service.engine.gguf_reader import GGUFFile, open_gguf
 from service.engine.gguf_tokenizer import tokenizer_of
 from service.engine.kv_pool import KVShape, LayerKV
-from service.engine.modules import ATTENTION_NAME, matrix_of, num_bytes, weights_of
+from service.engine.modules import ATTENTION_NAME, is_experts, keeps_blocks, matrix_of, num_bytes, weights_of
 from service.engine.mxfp4 import keep_experts, with_blocks
 from service.errors import StartupError
 
@@ -87,14 +87,16 @@ class LoadedModel:
     kv_shape: KVShape
     read_bytes: int  # bytes of weights that every step reads: all weights except an untied embedding
     num_parameters: int
-    in_blocks: bool = False  # whether all matrices are kept as the quantised blocks of a GGUF file
+    in_blocks: bool = False  # whether all matrices but routers' are kept as the quantised blocks of a GGUF file
+    has_experts: bool = False  # whether routers choose experts for each row
     in_8_bits: bool = False  # whether linear layers quantise their weights to 8 bits
     initial_drafter: SpecBlock | None = None  # drafter from which learning starts; None if there is none
 
     @property
     def is_quantised(self) -> bool:
-        """Whether all linear layers compute with quantised weights. Then all kernel variants for one family of
-        processors compute the same bits, and the drafter's weights are quantised to 8 bits as well."""
+        """Whether all linear layers but routers compute with quantised weights. Then the drafter's weights are
+        quantised to 8 bits as well, and without routers all kernel variants for one family of processors compute the
+        same bits."""
         return self.in_8_bits or self.in_blocks
 
     @property
@@ -260,9 +262,8 @@ def _made_ready(
         kv_shape=kv_shape(model),
         read_bytes=read_bytes - (0 if head is table else num_bytes(table)),
         num_parameters=num_parameters,
-        in_blocks=all(
-            len(weight.shape) < 2 or isinstance(weight, QuantisedWeight | QuantisedStack) for weight in weights
-        ),
+        in_blocks=keeps_blocks(model),
+        has_experts=any(map(is_experts, model.modules())),
         initial_drafter=initial_drafter,
     )
 

@@ -52,6 +52,7 @@ def test_experts_stay_in_blocks(checkpoint: Checkpoint, tmp_path: Path) -> None:
                 ours.dense(), theirs.detach(), rtol=0, atol=float(theirs.detach().abs().max()) / 127
             )
     assert model.read_bytes < sum(map(num_bytes, weights_of(made(checkpoint)).values())) / 3
+    assert (model.in_blocks, model.has_experts, model.dtype_name) == (True, True, "gguf+float32")
     assert check(tiny_target(model, num_slots=600)) == "exact"
 
 
