@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kernels.experts import Experts, QuantisedStack, Router, StackedWeight
 from kernels.families import AttentionSpec, FeedForwardSpec, LayerSpec, Norms
-from kernels.layers import Gate, Heads, Product, RotaryRows, Weight, dense, join
+from kernels.layers import GateForm, Heads, Product, RotaryRows, Weight, dense, join
 from kernels.ops import Ops
 from kernels.tree_attention import MAX_DEPTH, KVRows
 
@@ -54,7 +54,7 @@ class RotaryTable:
         return RotaryRows(cos, sin, None if self.query_scale is None else self.query_scale[positions])
 
 
-class FeedForward(Protocol):
+class FeedForwardOp(Protocol):
     """The feed-forward of a layer."""
 
     def __call__(self, x: Tensor, hidden: Tensor) -> Tensor:
@@ -68,7 +68,7 @@ class DenseFeedForward:
     ops: Ops
     gate_up: Product
     down: Product
-    gate: Gate
+    gate: GateForm
 
     def __call__(self, x: Tensor, hidden: Tensor) -> Tensor:
         return self.down(self.ops.gate_mul(self.gate_up(x), self.gate))
@@ -128,7 +128,7 @@ class PerLayerInput:
         """# hidden [rows, hidden] -> like it"""
         assert places.per_layer is not None, "the model embeds tokens for each layer"
         joined = torch.cat((self.gate(hidden), places.per_layer[self.index]), dim=-1)
-        return self.norm(self.projection(self.ops.gate_mul(joined, Gate("gelu_tanh"))))
+        return self.norm(self.projection(self.ops.gate_mul(joined, GateForm("gelu_tanh"))))
 
 
 class _Weights:
@@ -184,7 +184,7 @@ class _Weights:
         value = self.optional(name)
         return None if value is None else value.float()
 
-    def feed_forward(self, spec: FeedForwardSpec, norm: Callable[[Tensor, Tensor], Tensor]) -> FeedForward:
+    def feed_forward(self, spec: FeedForwardSpec, norm: Callable[[Tensor, Tensor], Tensor]) -> FeedForwardOp:
         """Plan the feed-forward; `norm`: x, weight -> normed."""
         if spec.router is None:
             return self._dense("mlp", spec.gate)
@@ -224,7 +224,7 @@ class _Weights:
             shared=None if spec.shared is None else self._dense(f"mlp.{spec.shared}", spec.gate),
         )
 
-    def _dense(self, part: str, gate: Gate) -> DenseFeedForward:
+    def _dense(self, part: str, gate: GateForm) -> DenseFeedForward:
         gate_up = self.product(f"{part}.gate_proj", f"{part}.up_proj", fused=f"{part}.gate_up_proj")
         return DenseFeedForward(self._ops, gate_up, self.product(f"{part}.down_proj"), gate)
 
@@ -260,7 +260,7 @@ class DecoderLayer:
     residual: float  # factor on what is added to the hidden states
     query_key_value: Product
     output: Product
-    feed_forward: FeedForward
+    feed_forward: FeedForwardOp
     per_layer: PerLayerInput | None
     scalar: Tensor | None  # [1], factor on the layer's output
 

@@ -17,7 +17,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.layers import Gate, Product, QuantisedWeight, gate_mul, plan_linear
+from kernels.layers import GateForm, Product, QuantisedWeight, gate_mul, plan_linear
 
 Experts = Callable[[Tensor, Tensor, Tensor], Tensor]
 """x [rows, in], indices [rows, chosen] int64, weights [rows, chosen] float32 -> [rows, out], in the type of x."""
@@ -100,7 +100,7 @@ def _best(ranks: Tensor, count: int) -> Tensor:
 
 
 def plan_experts(
-    gate_up: StackedWeight, down: StackedWeight, gate_up_bias: Tensor | None, down_bias: Tensor | None, gate: Gate
+    gate_up: StackedWeight, down: StackedWeight, gate_up_bias: Tensor | None, down_bias: Tensor | None, gate: GateForm
 ) -> Experts:
     """Plan the feed-forward of all experts. # gate_up [experts, 2 * width, in], gate before up; down [experts, out,
     width]; gate_up_bias [experts, 2 * width]; down_bias [experts, out]"""
@@ -117,7 +117,7 @@ def _run(
     indices: Tensor,
     weights: Tensor,
     planned: Sequence[tuple[Product, Product]],
-    gate: Gate,
+    gate: GateForm,
     out: int,
 ) -> Tensor:
     """# x [rows, in]; indices, weights [rows, chosen] -> [rows, out]"""

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 from kernels.experts import Router
-from kernels.layers import Gate
+from kernels.layers import GateForm
 
 T = TypeVar("T")
 Config = Mapping[str, Any]
@@ -63,7 +63,7 @@ class AttentionSpec:
 class FeedForwardSpec:
     """Feed-forward of one layer: down(gate(gate_up(x))), by the whole layer or by chosen experts."""
 
-    gate: Gate = Gate("silu")  # noqa: RUF009 - it is frozen
+    gate: GateForm = GateForm("silu")  # noqa: RUF009 - it is frozen
     router: Router | None = None  # how experts are chosen; None: a dense feed-forward
     router_name: str = "gate"  # module of the router within `mlp`
     shared: str | None = None  # module within `mlp` of a dense feed-forward that is added to the experts' output
@@ -204,7 +204,7 @@ def gemma(config: Config) -> ModelSpec:
                 rope=one if kind == "gemma3_text" else "",
                 **attention,
             ),
-            feed_forward=FeedForwardSpec(Gate("gelu_tanh")),
+            feed_forward=FeedForwardSpec(GateForm("gelu_tanh")),
             norms=PRE_NORM if kind == "gemma" else BOTH_NORMS,
             norm_offset=1.0,
         )
@@ -218,7 +218,7 @@ def gemma4(config: Config) -> ModelSpec:
     """Gemma 4: layers without a window have other heads, the last ones read the keys and values of earlier ones; small
     models embed tokens for each layer, others have experts beside each dense feed-forward."""
     kinds, first = config["layer_types"], config["num_hidden_layers"] - config["num_kv_shared_layers"]
-    feed_forward = FeedForwardSpec(Gate("gelu_tanh"))
+    feed_forward = FeedForwardSpec(GateForm("gelu_tanh"))
     if config["enable_moe_block"]:
         router = Router(config["top_k_experts"], "softmax", normalised=True)
         feed_forward = replace(feed_forward, router=router, beside=True)
@@ -290,7 +290,7 @@ def glm4_moe(config: Config) -> ModelSpec:
 
 def gpt_oss(config: Config) -> ModelSpec:
     experts = FeedForwardSpec(
-        Gate("clamped_swiglu", config["swiglu_limit"]),
+        GateForm("clamped_swiglu", config["swiglu_limit"]),
         Router(config["num_experts_per_tok"], "softmax_of_chosen", normalised=False),
         router_name="router",
         transposed=True,

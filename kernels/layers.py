@@ -203,8 +203,8 @@ def mxfp4_blocks(codes: Tensor, exponents: Tensor) -> QuantisedBlocks:
     # codes [rows, blocks, 32] uint8, exponents [rows, blocks] uint8"""
     units = exponents.int() - 128
     used = units[(codes & 7 > 0).any(-1)]  # a block of zeros has any scale
-    if used.numel() and not -24 <= int(used.min()) <= int(used.max()) <= 15:
-        raise ValueError(f"MXFP4 scales from 2^{int(used.min()) + 1} to 2^{int(used.max()) + 1}, not 2^-23 to 2^16")
+    if ((used < -24) | (used > 15)).any():
+        raise ValueError("MXFP4 scales are not between 2^-23 and 2^16")
     return QuantisedBlocks(codes, torch.exp2(units.clamp(-24, 15).double()).half()[..., None])
 
 
@@ -244,7 +244,7 @@ class RunLayers(Protocol):
         tapped layers. # hidden, delta [rows, hidden]; tapped [rows, taps * hidden] -> [rows, hidden]"""
 
 
-class Gate(NamedTuple):
+class GateForm(NamedTuple):
     """The nonlinearity of a feed-forward, which multiplies gate and up projections."""
 
     activation: Literal["silu", "gelu_tanh", "clamped_swiglu"]
@@ -285,7 +285,7 @@ def add_rms_norm(
     return weighted.to(hidden.dtype)
 
 
-def gate_mul(joined: Tensor, gate: Gate) -> Tensor:
+def gate_mul(joined: Tensor, gate: GateForm) -> Tensor:
     """y = round(f(g)) * u on the concatenated gate and up projections g, u. f is silu(g) = g / (1 + exp(-g)), or GELU
     by its tanh approximation. `clamped_swiglu` (gpt-oss): y = g / (1 + exp(-1.702 g)) * (u + 1), g <= limit and
     |u| <= limit, rounded once. # joined [..., 2 * width], gate first -> [..., width]"""

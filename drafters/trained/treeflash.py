@@ -23,7 +23,7 @@ from drafters.trained.specblock import FusedStructure
 from drafters.training.corpus import Batch
 from drafters.training.forward import InjectedTraining, TrainedBlocks, after
 from kernels.lattice import Picked
-from kernels.layers import Gate
+from kernels.layers import GateForm
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +131,7 @@ class ConditionedStructure(FusedStructure):
 
         def conditioned(states: Tensor, embedded: Tensor) -> Tensor:
             known = torch.cat([states, token_norm(embedded.to(states.dtype))], dim=-1)
-            return states + down(gate_mul(gate_up(known), Gate("silu")))
+            return states + down(gate_mul(gate_up(known), GateForm("silu")))
 
         return conditioned
 

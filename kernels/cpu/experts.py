@@ -10,7 +10,7 @@ from torch.nn import functional
 from kernels.cpu.layers import ACTIVATIONS, OUTPUTS, PackedWeight, as_tensor
 from kernels.cpu.library import CStruct, call, contiguous, function, weight_memory
 from kernels.experts import QuantisedStack, Router, StackedWeight
-from kernels.layers import Gate
+from kernels.layers import GateForm
 
 _SCORES = ("softmax", "sigmoid", "softmax_of_chosen")  # in the order of experts.cpp
 
@@ -45,7 +45,7 @@ class PackedExperts:
         down: StackedWeight,
         gate_up_bias: Tensor | None,
         down_bias: Tensor | None,
-        gate: Gate,
+        gate: GateForm,
     ) -> None:
         """Pack the weights. Raises ValueError for an odd number of input columns. # shapes as in the reference op"""
         (first, first_kept), (second, second_kept) = _packed(gate_up, gate_up_bias), _packed(down, down_bias)

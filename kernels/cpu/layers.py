@@ -13,7 +13,7 @@ from kernels.cpu.library import CStruct, call, function, halves, weight_memory
 from kernels.cpu.tree_attention import CompiledAttention, layer_of
 from kernels.layers import (
     BlockFormat,
-    Gate,
+    GateForm,
     Heads,
     Product,
     QuantisedBlocks,
@@ -83,7 +83,7 @@ def plan_linear(weight: Weight, bias: Tensor | None) -> Product:
     return PackedLinear("linear", packed, (columns, out), bias, weight.dtype, missing)
 
 
-class Part(NamedTuple):
+class PackedPart(NamedTuple):
     """Consecutive outputs of a matrix that have one format."""
 
     outputs: int
@@ -94,7 +94,7 @@ class Part(NamedTuple):
 class PackedWeight(QuantisedWeight):
     """A quantised weight in the kernels' layout: tiles of packed 4, 6 or 8-bit codes."""
 
-    def __init__(self, parts: Sequence[Part], columns: int, dtype: torch.dtype) -> None:
+    def __init__(self, parts: Sequence[PackedPart], columns: int, dtype: torch.dtype) -> None:
         self.dtype, self.parts = dtype, parts
         self.shape = sum(part.outputs for part in parts), columns
 
@@ -144,7 +144,7 @@ def keep_blocks(
         call("pack_quantised", structure, tiles, columns, first, rows, codes, scales, minima)
         first += rows
     assert first == out, f"{first} rows of {out}"
-    return PackedWeight([Part(out, tiles, structure)], columns, dtype)
+    return PackedWeight([PackedPart(out, tiles, structure)], columns, dtype)
 
 
 def as_tensor(structure: bytes) -> Tensor:
@@ -172,7 +172,7 @@ ACTIVATIONS = ("silu", "gelu_tanh", "clamped_swiglu")
 """Activations of a gate, in the order of ops.h."""
 
 
-def gate_mul(joined: Tensor, gate: Gate) -> Tensor:
+def gate_mul(joined: Tensor, gate: GateForm) -> Tensor:
     """Same as the reference op. # [..., 2 * width] -> [..., width]"""
     joined, width = joined.contiguous(), joined.shape[-1] // 2
     y = joined.new_empty(*joined.shape[:-1], width)

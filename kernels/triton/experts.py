@@ -15,11 +15,11 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.experts import Experts, QuantisedStack, StackedWeight
-from kernels.layers import Gate
+from kernels.layers import GateForm
 from kernels.triton.layers import gated
 
 
-class _Tile(NamedTuple):
+class _ExpertTile(NamedTuple):
     """The share of the output that a program computes, and its schedule, which fits into the smallest device."""
 
     rows: int
@@ -28,8 +28,11 @@ class _Tile(NamedTuple):
     stages: int
 
 
-_FEW, _MANY = _Tile(16, 64, 64, 4), _Tile(64, 64, 64, 4)  # rows of each expert; both use the same instructions
-_FLOAT32 = _Tile(16, 32, 32, 2)
+_FEW, _MANY = (
+    _ExpertTile(16, 64, 64, 4),
+    _ExpertTile(64, 64, 64, 4),
+)  # rows of each expert; both use the same instructions
+_FLOAT32 = _ExpertTile(16, 32, 32, 2)
 _BLOCK = 1024
 
 
@@ -41,7 +44,7 @@ class _GroupedExperts:
     down: Tensor  # [experts, out, width]
     gate_up_bias: Tensor | None
     down_bias: Tensor | None
-    gate: Gate
+    gate: GateForm
 
     def __call__(self, x: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
         """Run the chosen experts. # x [rows, in]; indices, weights [rows, chosen] -> [rows, out]"""
@@ -60,7 +63,7 @@ class _GroupedExperts:
 
 
 def plan_experts(
-    gate_up: StackedWeight, down: StackedWeight, gate_up_bias: Tensor | None, down_bias: Tensor | None, gate: Gate
+    gate_up: StackedWeight, down: StackedWeight, gate_up_bias: Tensor | None, down_bias: Tensor | None, gate: GateForm
 ) -> Experts:
     """Same as the reference op; quantised weights are dequantised. # gate_up [experts, 2 * width, in], down [experts,
     out, width], gate_up_bias [experts, 2 * width], down_bias [experts, out]"""
@@ -69,7 +72,7 @@ def plan_experts(
     return _GroupedExperts(up, last, up_bias, last_bias, gate)
 
 
-def _tile_for(dtype: torch.dtype, pairs: int, experts: int) -> _Tile:
+def _tile_for(dtype: torch.dtype, pairs: int, experts: int) -> _ExpertTile:
     """Choose the tile by the mean number of an expert's rows."""
     if dtype == torch.float32:
         return _FLOAT32
@@ -81,11 +84,11 @@ class _Pairs(NamedTuple):
 
     order: Tensor  # [pairs], numbers of pairs
     tiles: Tensor  # [3, tiles], expert, first place and end; a tile without pairs ends before it begins
-    tile: _Tile
+    tile: _ExpertTile
     chosen: int
 
 
-def _sorted_by_expert(indices: Tensor, experts: int, tile: _Tile) -> _Pairs:
+def _sorted_by_expert(indices: Tensor, experts: int, tile: _ExpertTile) -> _Pairs:
     """# indices [rows, chosen]"""
     flat, chosen = indices.flatten(), indices.shape[1]
     counts = flat.new_zeros(experts).scatter_add_(0, flat, torch.ones_like(flat))
@@ -99,7 +102,9 @@ def _sorted_by_expert(indices: Tensor, experts: int, tile: _Tile) -> _Pairs:
     return _Pairs(flat.argsort(stable=True), tiles, tile, chosen)
 
 
-def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, pairs: _Pairs, gate: Gate | None) -> None:
+def _multiply(
+    x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, pairs: _Pairs, gate: GateForm | None
+) -> None:
     """Compute the products of all pairs. With a gate x has one line for each row, and results are sorted by expert;
     else x is sorted, and results are not."""
     columns, width, tile, num_tiles = weight.shape[2], out.shape[1], pairs.tile, pairs.tiles.shape[1]

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.layers import Gate, Heads, Product, RotaryRows, Weight, dense, spans_projection
+from kernels.layers import GateForm, Heads, Product, RotaryRows, Weight, dense, spans_projection
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,7 +180,7 @@ def _add_norm(
     tl.store(out + at, _weighted(value * scale, weight + place, held, kind, OFFSET), mask=held)
 
 
-def gate_mul(joined: Tensor, gate: Gate) -> Tensor:
+def gate_mul(joined: Tensor, gate: GateForm) -> Tensor:
     """Same as the reference op. # [..., 2 * width] -> [..., width]"""
     rows = joined.reshape(-1, joined.shape[-1]).contiguous()
     width = rows.shape[1] // 2
@@ -282,17 +282,13 @@ def _rotate_store(
     if head < QUERY_HEADS + KV_HEADS:
         other = tl.load(source + partner, mask=held, other=0.0).to(tl.float32)
         if NORMS:
-            norm = query_norm if head < QUERY_HEADS else key_norm
+            norm, first, width = query_norm, 0, QUERY_HEADS * DIM
+            if head >= QUERY_HEADS:
+                norm, first, width = key_norm, QUERY_HEADS, KV_HEADS * DIM
+            mean = tl.sum(own * own, 0) / DIM
             if SPAN:
-                start = tl.where(head < QUERY_HEADS, 0, QUERY_HEADS)
-                width = tl.where(head < QUERY_HEADS, QUERY_HEADS, KV_HEADS) * DIM
-                spanned = tl.arange(0, SPAN)
-                heads = joined + (row * tl.num_programs(1) + start) * DIM + spanned
-                whole = tl.load(heads, mask=spanned < width, other=0.0).to(tl.float32)
-                mean = tl.sum(whole * whole, 0) / width
-                norm += (head - start) * DIM
-            else:
-                mean = tl.sum(own * own, 0) / DIM
+                mean = _mean_square(joined + (row * tl.num_programs(1) + first) * DIM, width, SPAN)
+                norm += (head - first) * DIM
             scale = tl.rsqrt(mean + epsilon)
             own = _weighted(own * scale, norm + place, held, kind, OFFSET)
             other = _weighted(other * scale, norm + partner, held, kind, OFFSET)
@@ -306,6 +302,13 @@ def _rotate_store(
         tl.store(query + (row * QUERY_HEADS + head) * DIM + place, own, mask=held)
     elif head < QUERY_HEADS + KV_HEADS:
         tl.store(keys + slot * DIM + place, own, mask=held)
+
+
+@triton.jit
+def _mean_square(x: tl.tensor, width: tl.tensor, SPAN: tl.constexpr) -> tl.tensor:
+    place = tl.arange(0, SPAN)
+    whole = tl.load(x + place, mask=place < width, other=0.0).to(tl.float32)
+    return tl.sum(whole * whole, 0) / width
 
 
 @triton.jit

@@ -58,14 +58,11 @@ class TilePlan:
     ) -> Tensor:
         """Same as the reference op; rows in no tile get zeros.
         # query [rows, query heads, dim]; pool [2, slots, heads, dim]; sinks [query heads] -> query"""
-        query, sum_type = query.contiguous(), torch.float32
-        out = torch.zeros_like(query)
-        heads, dim = pool.shape[2:]
-        shape = _KernelSizes.of(query.shape[1], heads, dim, self.slot_table.shape[1])
-        cap = 0.0 if softcap is None else softcap * LOG2_E
-        bounds = (scale * LOG2_E, cap, window or _NO_WINDOW)
-        warps, stages = shape.warps_and_stages
-        options = {"num_warps": warps, "num_stages": stages, "enable_fp_fusion": True}
+        (heads, dim), query, sum_type = pool.shape[2:], query.contiguous(), torch.float32
+        splits, out = triton.cdiv(self.slot_table.shape[1], _SPLIT.value), torch.zeros_like(query)
+        shape = _KernelSizes(heads, query.shape[1] // heads, dim, splits)
+        bounds = (scale * LOG2_E, (softcap or 0.0) * LOG2_E, window or _NO_WINDOW)
+        options = {**shape.schedule, "enable_fp_fusion": True}
         rows = tuple(getattr(self.rows, name) for name in AttentionRows.__slots__)
         for tiles in self.tile_rows.split(shape.tiles_at_once):
             sums = query.new_empty(len(tiles), heads, shape.splits, shape.members, dim, dtype=sum_type)
@@ -90,19 +87,15 @@ class _KernelSizes:
     dim: int
     splits: int
 
-    @staticmethod
-    def of(query_heads: int, heads: int, dim: int, max_positions: int) -> "_KernelSizes":
-        return _KernelSizes(heads, query_heads // heads, dim, triton.cdiv(max_positions, _SPLIT.value))
-
     @property
     def members(self) -> int:
         """Number of members of a tile, padding included."""
         return _members_of(self.group)
 
     @property
-    def warps_and_stages(self) -> tuple[int, int]:
+    def schedule(self) -> dict[str, int]:
         """Warps of a program, whose registers hold the sums, and pipeline stages, which fit into 99 KB of memory."""
-        return (4, 3) if self.dim <= 256 else (8, 1)
+        return {"num_warps": 4, "num_stages": 3} if self.dim <= 256 else {"num_warps": 8, "num_stages": 1}
 
     @property
     def tiles_at_once(self) -> int:
@@ -114,13 +107,7 @@ class _KernelSizes:
         return self.heads, self.group, self.dim, self.splits, self.members, block_dim
 
 
-def plan_attention(
-    rows: AttentionRows,
-    slot_table: Tensor,
-    *,
-    query_heads: int,
-    kv_heads: int,
-) -> TilePlan:
+def plan_attention(rows: AttentionRows, slot_table: Tensor, *, query_heads: int, kv_heads: int) -> TilePlan:
     """Same as the reference op, without a transfer from the device; rows may be in any order.
     # slot_table [table rows, max positions]"""
     group = query_heads // kv_heads
@@ -138,16 +125,13 @@ def _tile_rows(rows: AttentionRows, rows_per_tile: int) -> Tensor:
     order = sequence.argsort(stable=True)
     owner = sequence[order]
     counts = sequence.new_zeros(sequences).index_add_(0, sequence, torch.ones_like(sequence))
-    rank = torch.arange(owner.shape[0], device=owner.device) - _starts(counts)[owner]
-    first_tile = _starts((counts + rows_per_tile - 1) // rows_per_tile)
+    rank = torch.arange(owner.shape[0], device=owner.device) - (counts.cumsum(0) - counts)[owner]
+    tiles = (counts + rows_per_tile - 1) // rows_per_tile
+    first_tile = tiles.cumsum(0) - tiles
     place = (first_tile[owner] + rank // rows_per_tile) * rows_per_tile + rank % rows_per_tile
     most = (owner.shape[0] + sequences * (rows_per_tile - 1)) // rows_per_tile
     tile_rows = sequence.new_full((most * rows_per_tile,), -1)
     return tile_rows.scatter_(0, place, order).view(most, rows_per_tile)
-
-
-def _starts(counts: Tensor) -> Tensor:
-    return counts.cumsum(0) - counts
 
 
 @triton.jit

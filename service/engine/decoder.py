@@ -57,7 +57,9 @@ class FusedDecoder:
         inner, head = model.get_decoder(), model.get_output_embeddings()
         self._embedding: Weight = inner.get_input_embeddings().weight
         # transformers rounds it to the type of the embedding
-        self._scale = torch.tensor(spec.embedding_scale, dtype=self._embedding.dtype).item()
+        self._scale = torch.tensor(
+            spec.embedding_scale, dtype=self._embedding.dtype
+        ).item()  # planned transfer: at start
         self._rotary = _rotary_tables(model, spec, self._embedding.dtype, device)
         self._per_layer = _PerLayerEmbedding(inner, spec, layers[0].ops) if spec.per_layer_width else None
         self._spec, self._layers, self._ops = spec, layers, layers[0].ops
@@ -127,7 +129,7 @@ class _PerLayerEmbedding:
         self._norm = inner.get_submodule("per_layer_projection_norm").get_parameter("weight")
         self._spec, self._ops, self._width = spec, ops, spec.per_layer_width
         # transformers rounds it to the type of the embedding
-        self._scale = torch.tensor(self._width**0.5, dtype=self._table.dtype).item()
+        self._scale = torch.tensor(self._width**0.5, dtype=self._table.dtype).item()  # planned transfer: at start
 
     def __call__(self, tokens: Tensor, hidden: Tensor) -> Tensor:
         """# tokens [rows] int64, hidden [rows, hidden] -> [layers, rows, width]"""

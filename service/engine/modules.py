@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
 from kernels.experts import Experts, QuantisedStack, StackedWeight, plan_experts
-from kernels.layers import Gate, Product, QuantisedWeight, Weight, gate_mul
+from kernels.layers import GateForm, Product, QuantisedWeight, Weight, gate_mul
 from kernels.ops import Ops
 from kernels.tree_attention import KVRows
 from service.engine.kv_pool import KVPool
@@ -222,7 +222,7 @@ class QuantisedExperts(nn.Module):
         """`experts`: transformers' module; `stacks`: the quantised ones of its matrices, by name. Raises ValueError for
         another feed-forward."""
         super().__init__()
-        self.gate: Gate = _gate_of(experts)
+        self.gate: GateForm = _gate_of(experts)
         self.is_transposed, self.is_concatenated = bool(experts.is_transposed), bool(experts.is_concatenated)
         kept = {name: value for name, value in experts.named_parameters(recurse=False) if name not in stacks}
         for name, weight in (*kept.items(), *stacks.items()):
@@ -248,7 +248,7 @@ class PlannedExperts(nn.Module):
         return self._experts(hidden, chosen, weights.float().gather(-1, order))
 
 
-ExpertWeights = tuple[StackedWeight, StackedWeight, Tensor | None, Tensor | None, Gate]
+ExpertWeights = tuple[StackedWeight, StackedWeight, Tensor | None, Tensor | None, GateForm]
 """Arguments of the op `plan_experts`."""
 
 
@@ -273,15 +273,15 @@ def is_experts(module: nn.Module) -> bool:
     return isinstance(module, QuantisedExperts) or getattr(getattr(module, STACKS[0], None), "ndim", 0) == 3
 
 
-def _gate_of(experts: nn.Module) -> Gate:
+def _gate_of(experts: nn.Module) -> GateForm:
     """Find the gate that computes the same as that of transformers' experts, on random numbers. Raises ValueError if
     there is none."""
     if getattr(experts, "has_gate", False) and not getattr(experts, "has_post_expert_norm", False):
         joined = 8 * torch.randn(16, 64, generator=torch.Generator().manual_seed(0))
         expected = experts._apply_gate(joined)  # type: ignore[operator]
         halves = joined if experts.is_concatenated else torch.cat((joined[:, ::2], joined[:, 1::2]), dim=1)
-        for activation in get_args(Gate.__annotations__["activation"]):
-            gate = Gate(activation, float(getattr(experts, "limit", 0.0)))
+        for activation in get_args(GateForm.__annotations__["activation"]):
+            gate = GateForm(activation, float(getattr(experts, "limit", 0.0)))
             if torch.allclose(gate_mul(halves, gate), expected):
                 return gate
     raise ValueError(f"{type(experts).__name__} computes a feed-forward that adaptree does not know")

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.layers import SWIGLU_ALPHA, Gate, RotaryRows
+from kernels.layers import SWIGLU_ALPHA, GateForm, RotaryRows
 
 _WIDTH = 2**-20  # relative; what some roundings of float32 move
 
@@ -25,7 +25,7 @@ def norm_bounds(hidden: Tensor, weight: Tensor, epsilon: float, offset: float | 
     return torch.minimum(*ends), torch.maximum(*ends)
 
 
-def gate_bounds(joined: Tensor, gate: Gate) -> tuple[Tensor, Tensor]:
+def gate_bounds(joined: Tensor, gate: GateForm) -> tuple[Tensor, Tensor]:
     """The same of a gate, whose exponential in powers of two keeps fewer digits the larger its argument."""
     first, up = (part.double() for part in joined.chunk(2, dim=-1))
     if gate.activation == "clamped_swiglu":

@@ -12,7 +12,7 @@ from kernels.layers import (
     EIGHT_BITS,
     MXFP4,
     BlockFormat,
-    Gate,
+    GateForm,
     QuantisedBlocks,
     QuantisedWeight,
     in_8_bits,
@@ -173,5 +173,5 @@ def test_every_build_for_x86_gives_the_same_bits(dtype: torch.dtype, monkeypatch
         for table in of_build(build, monkeypatch):
             products = [table.plan_linear(weight_of(table, form, 48, 576, dtype), None)(x) for form in FORMS]
             normed = table.add_rms_norm(x.clone(), x, gain, 1e-5)
-            found.append([*products, normed, table.gate_mul(x, Gate("silu"))])
+            found.append([*products, normed, table.gate_mul(x, GateForm("silu"))])
     assert all(torch.equal(a, b) for other in found[1:] for a, b in zip(found[0], other, strict=True))

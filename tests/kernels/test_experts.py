@@ -18,7 +18,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts, Qw
 
 from kernels.cpu.library import use_threads
 from kernels.experts import QuantisedStack, Router, StackedWeight
-from kernels.layers import BlockFormat, Gate
+from kernels.layers import BlockFormat, GateForm
 from kernels.ops import REFERENCE, Ops
 from kernels.triton import experts as kernel
 from kernels.triton.experts import plan_experts
@@ -27,7 +27,7 @@ from tests.kernels.test_cpu_quantised import FORMS, assert_close, pieces, random
 
 EXPERTS, WIDTH, HIDDEN = 8, 34, 48
 GATED: Literal["clamped_swiglu"] = "clamped_swiglu"
-GATES = [Gate("silu"), Gate("gelu_tanh"), Gate(GATED, 0.7)]
+GATES = [GateForm("silu"), GateForm("gelu_tanh"), GateForm(GATED, 0.7)]
 SIZES: dict[str, Any] = {
     "hidden_size": HIDDEN,
     "intermediate_size": WIDTH,
@@ -137,12 +137,12 @@ def test_equals_experts_of_transformers(on_cpu: Ops, family: str) -> None:
     module = kinds[family](AutoConfig.for_model(family, **SIZES)).requires_grad_(False)
     for place, parameter in enumerate(module.parameters()):
         parameter.copy_(drawn(*parameter.shape, seed=place) * 3)
-    gate_up, down, gate = module.gate_up_proj, module.down_proj, Gate("gelu_tanh" if "gemma" in family else "silu")
+    gate_up, down, gate = module.gate_up_proj, module.down_proj, GateForm("gelu_tanh" if "gemma" in family else "silu")
     biases: tuple[Tensor | None, Tensor | None] = None, None
     if family == "gpt_oss":  # gate and up are interleaved, weights transposed
         halves = [*range(0, 2 * WIDTH, 2), *range(1, 2 * WIDTH, 2)]
         gate_up, down = gate_up.mT[:, halves], down.mT
-        biases, gate = (module.gate_up_proj_bias[:, halves], module.down_proj_bias), Gate(GATED, module.limit)
+        biases, gate = (module.gate_up_proj_bias[:, halves], module.down_proj_bias), GateForm(GATED, module.limit)
     x, (indices, weights) = drawn(21, HIDDEN) * 20, choices(21)
     found = on_cpu.plan_experts(gate_up, down, *biases, gate)(x, indices, weights)
     torch.testing.assert_close(found, module(x, indices, weights), atol=1e-4, rtol=1e-5)
@@ -151,7 +151,7 @@ def test_equals_experts_of_transformers(on_cpu: Ops, family: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("gate", GATES, ids=str)
 @pytest.mark.parametrize("form", [None, *FORMS], ids=str)
-def test_equals_the_reference(compiled: Ops, form: BlockFormat | None, gate: Gate, dtype: torch.dtype) -> None:
+def test_equals_the_reference(compiled: Ops, form: BlockFormat | None, gate: GateForm, dtype: torch.dtype) -> None:
     x, chosen, found = drawn(21, HIDDEN, dtype=dtype), choices(21), list[Tensor]()
     biases = drawn(EXPERTS, 2 * WIDTH, dtype=dtype), drawn(EXPERTS, HIDDEN, dtype=dtype)
     for ops in (compiled, REFERENCE):
@@ -165,7 +165,7 @@ def test_equals_the_reference(compiled: Ops, form: BlockFormat | None, gate: Gat
 @pytest.mark.parametrize("form", [None, *FORMS], ids=str)
 def test_a_row_has_the_same_bits_in_any_company(compiled: Ops, form: BlockFormat | None, dtype: torch.dtype) -> None:
     stacks = stacks_of(compiled, form, dtype)
-    run = compiled.plan_experts(stacks[0], stacks[1], None, drawn(EXPERTS, HIDDEN, dtype=dtype), Gate("silu"))
+    run = compiled.plan_experts(stacks[0], stacks[1], None, drawn(EXPERTS, HIDDEN, dtype=dtype), GateForm("silu"))
     x, logits = drawn(40, HIDDEN, dtype=dtype), drawn(40, EXPERTS, seed=1, dtype=dtype) * 4
 
     def rows(places: Tensor) -> Tensor:
@@ -182,7 +182,7 @@ def test_a_row_has_the_same_bits_in_any_company(compiled: Ops, form: BlockFormat
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("gate", GATES, ids=str)
 @pytest.mark.parametrize("rows", [1, 21, 140])
-def test_a_device_equals_the_reference(rows: int, gate: Gate, dtype: torch.dtype, device: str) -> None:
+def test_a_device_equals_the_reference(rows: int, gate: GateForm, dtype: torch.dtype, device: str) -> None:
     x, (indices, weights) = drawn(rows, HIDDEN, dtype=dtype), choices(rows)
     shapes = (2 * WIDTH, HIDDEN), (HIDDEN, WIDTH), (2 * WIDTH,)
     up, down, bias = (drawn(EXPERTS, *shape, dtype=dtype) for shape in shapes)
@@ -198,7 +198,7 @@ def test_on_a_device_every_tile_and_company_gives_the_same_bits(
 ) -> None:
     up, down = (drawn(4, *shape, dtype=dtype).to(device) for shape in ((64, 300), (300, 32)))
     given = [value.to(device) for value in (drawn(70, 300, dtype=dtype), *choices(70, 2, 4))]
-    run = plan_experts(up, down, None, None, Gate("silu"))
+    run = plan_experts(up, down, None, None, GateForm("silu"))
     whole = run(*given)
     for places in (torch.tensor([7]), torch.randperm(70)[:20], torch.randperm(70)):
         assert torch.equal(run(*(value[places.to(device)] for value in given)), whole[places.to(device)])

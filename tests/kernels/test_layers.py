@@ -12,7 +12,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEm
 
 from kernels.decoder_layer import DecoderLayer, RowPlaces
 from kernels.families import OF_DRAFTERS, LayerSpec, spec_of
-from kernels.layers import Gate, Heads, RotaryRows, RunLayers
+from kernels.layers import GateForm, Heads, RotaryRows, RunLayers
 from kernels.ops import REFERENCE, Ops
 from kernels.tree_attention import AttentionRows, KVRows
 from kernels.triton.layers import rotary_store
@@ -20,7 +20,7 @@ from tests.kernels.layer_parts import gate_bounds, norm_bounds, rotary_parts, wi
 
 DTYPES = [torch.float32, torch.bfloat16]
 Everywhere = tuple[Ops, str]
-SILU = Gate("silu")
+SILU = GateForm("silu")
 SHAPES = [(1, 1), (1, 64), (7, 576), (300, 48), (2, 4097)]
 
 
@@ -47,7 +47,7 @@ def test_references_round_as_transformers_does(dtype: torch.dtype) -> None:
         REFERENCE.add_rms_norm(hidden.clone(), None, norm.weight, 1e-5), norm(hidden), atol=0, rtol=_last_bit(dtype)
     )
     gate, up = joined.chunk(2, dim=-1)
-    assert torch.equal(REFERENCE.gate_mul(joined, Gate("silu")), functional.silu(gate) * up)
+    assert torch.equal(REFERENCE.gate_mul(joined, GateForm("silu")), functional.silu(gate) * up)
     parts = rotary_parts(5, (4, 2), 24, dtype)
     heads = parts["joined"].view(1, 5, 8, 24).transpose(1, 2)
     query, key = apply_rotary_pos_emb(heads[:, :4], heads[:, 4:6], *(angle[None] for angle in parts["rotary"][:2]))
@@ -82,11 +82,11 @@ def test_epsilon_counts(everywhere: Everywhere) -> None:
 
 
 @pytest.mark.parametrize(
-    "gate", [SILU, Gate("gelu_tanh"), Gate("clamped_swiglu", 7.0)], ids=lambda gate: gate.activation
+    "gate", [SILU, GateForm("gelu_tanh"), GateForm("clamped_swiglu", 7.0)], ids=lambda gate: gate.activation
 )
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(1, 2), (1, 96), (5, 2 * 1536), (300, 34), (3, 2 * 1025), (2, 28_672)])
-def test_gates(shape: tuple[int, int], dtype: torch.dtype, gate: Gate, everywhere: Everywhere) -> None:
+def test_gates(shape: tuple[int, int], dtype: torch.dtype, gate: GateForm, everywhere: Everywhere) -> None:
     ops, device = everywhere
     joined = _rows(shape, dtype, 6.0)
     assert within(ops.gate_mul(joined.to(device), gate).cpu(), gate_bounds(joined, gate))
