@@ -161,6 +161,7 @@ _GEMMA4_PLAIN: Options = {
 _UNNORMED_SCORES: Options = {"sum of scores": {"norm_topk_prob": False}}
 _FEWER_EXPERTS: Options = {"experts": {"num_experts_per_tok": 1}}
 _GPT_OSS_FILE = _GPT_OSS | {"swiglu_limit": 7.0}  # which files do not say
+_GPT_OSS_ALL = _GPT_OSS_FILE | {"num_experts_per_tok": 16}  # no rounding chooses others
 _GPT_OSS_PLAIN: Options = {"sinks": "sinks", "biases": "bias", "windows": _WIDE, **_FEWER_EXPERTS}
 _BORDERS: Options = {"borders of YaRN": _rope(150_000.0, "yarn", truncate=True, **_YARN)}
 
@@ -211,7 +212,7 @@ CHECKPOINTS = (
     ),
     Checkpoint("gpt-oss", "", "gpt_oss", _GPT_OSS, {"sinks": "sinks", "biases": "bias", "windows": _WIDE}),
     Checkpoint("gpt-oss", "plain rope", "gpt_oss", _GPT_OSS_FILE | _rope(150_000.0), _GPT_OSS_PLAIN, "gpt-oss"),
-    Checkpoint("gpt-oss", "YaRN", "gpt_oss", _GPT_OSS_FILE, _BORDERS, "gpt-oss", "it rounds the borders of YaRN"),
+    Checkpoint("gpt-oss", "YaRN", "gpt_oss", _GPT_OSS_ALL, _BORDERS, "gpt-oss", "it rounds the borders of YaRN"),
     Checkpoint("EXAONE 4", "1.2B", "exaone4", _EXAONE4 | _EXAONE4_FULL, _UNNORMED, "exaone4"),
     Checkpoint("EXAONE 4", "", "exaone4", _EXAONE4, {"windows": _EXAONE4_FULL}, "exaone4", "only with 64 layers"),
     Checkpoint("Command R7B", "", "cohere2", _COHERE2, {"logit_scale": {"logit_scale": 1.0}, **_NO_WINDOWS}, "cohere2"),

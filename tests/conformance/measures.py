@@ -42,6 +42,11 @@ KINDS = {"F16": Kind.F16, "Q8_0": Kind.Q8_0, "Q4_K": Kind.Q4_K, "Q6_K": Kind.Q6_
 """Types of a GGUF file's matrices."""
 
 
+def kinds_of(checkpoint: Checkpoint) -> Mapping[str, Kind]:
+    """Types in which files of a checkpoint's family come; MXFP4 is that of experts alone."""
+    return KINDS | ({"MXFP4": Kind.MXFP4} if checkpoint.gguf == "gpt-oss" else {})
+
+
 @dataclass(frozen=True, slots=True)
 class Figure:
     """Distances from the judge."""

@@ -11,7 +11,7 @@ import typer
 
 from tests.conformance.checkpoints import CHECKPOINTS, Checkpoint
 from tests.conformance.judges import LlamaCpp
-from tests.conformance.measures import FORMS, KINDS, Figure, of_file, of_folder
+from tests.conformance.measures import FORMS, Figure, kinds_of, of_file, of_folder
 
 _HEAD = ("model", "form", "options", "judge's peer", "ours", "theirs", "least dropped option")
 
@@ -25,7 +25,7 @@ def rows(only: str = "") -> Iterator[tuple[str, ...]]:
                 yield _row(
                     checkpoint, f"safetensors, {name}", "transformers", of_folder(checkpoint, form, Path(folder))
                 )
-        for name, kind in KINDS.items() if checkpoint.gguf else ():
+        for name, kind in kinds_of(checkpoint).items() if checkpoint.gguf else ():
             with tempfile.TemporaryDirectory() as folder:
                 yield _row(checkpoint, f"GGUF, {name}", "llama.cpp", of_file(checkpoint, kind, Path(folder), llama_cpp))
     llama_cpp.close()

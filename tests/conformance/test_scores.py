@@ -9,12 +9,18 @@ from gguf import GGMLQuantizationType as Kind
 from service.engine.checks import VERIFIED
 from tests.conformance.checkpoints import CHECKPOINTS, POSITIONS, Checkpoint, made
 from tests.conformance.judges import TEXTS, LlamaCpp, scores_of
-from tests.conformance.measures import FORMS, KINDS, Form, of_file, of_folder, small
+from tests.conformance.measures import FORMS, KINDS, Form, kinds_of, of_file, of_folder, small
 
 COVERS = "service/engine kernels tests/conformance"
 MEASURED = pytest.mark.slow("two seconds a family; tests/e2e compares the texts of each", covers=COVERS)
 JUDGED = pytest.mark.slow("llama.cpp is installed first", covers=COVERS)
 PEAKED, SPREAD = 0.25, 2.0
+FILES = [
+    pytest.param(one, kind, id=f"{one}-{name}")
+    for one in CHECKPOINTS
+    if one.gguf
+    for name, kind in kinds_of(one).items()
+]
 
 
 def test_the_table_has_every_family_that_is_served() -> None:
@@ -41,8 +47,7 @@ def test_every_folder(checkpoint: Checkpoint, form: Form, tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
-@pytest.mark.parametrize("checkpoint", [one for one in CHECKPOINTS if one.gguf], ids=str)
+@pytest.mark.parametrize(("checkpoint", "kind"), FILES)
 def test_every_gguf_file(checkpoint: Checkpoint, kind: Kind, tmp_path: Path, llama_cpp: LlamaCpp) -> None:
     of_file(checkpoint, kind, tmp_path, llama_cpp).assert_conforms()
 
