@@ -16,7 +16,6 @@ from drafters.decision import RegretLedger
 from drafters.language_model.drafter import scratch_places
 from drafters.protocol import MIN_SURVIVAL, Drafter, MemorySizes, Observer
 from drafters.registry import TrainedWeights, taps_of
-from drafters.tree import MAX_NODES
 from kernels import ops
 from kernels.cpu import library
 from kernels.cpu.library import use_threads
@@ -41,7 +40,7 @@ from service.engine.costs import Costs
 from service.engine.ends import names_of_ends
 from service.engine.engine import Engine, EngineLimits, Vocabulary
 from service.engine.measuring import MeasuredFor, Numerics, check, costs_at_start
-from service.engine.memory_planner import MemoryPlan, memory_for, slots_for
+from service.engine.memory_planner import KVRoom, MemoryPlan, memory_for, room_for
 from service.engine.target import Target
 from service.engine.weights import LoadedModel, describe, load_model
 from service.errors import StartupError
@@ -142,7 +141,7 @@ def assemble(config: ServiceConfig, *, graphs: bool | None = None) -> Assembly:
     loaded = load_target(config, device)
     tokenizer = ChatTokenizer(loaded.tokenizer)
     tokenizer.refuse_narrow_vocabulary(loaded.model.config.get_text_config().vocab_size)
-    limits = _limits(config, loaded.max_positions)
+    limits = limits_of(config, loaded.max_positions)
     drafter_name, folder = choose_drafter(config, starts=loaded.initial_drafter is not None)
     trained = load_drafter(folder, loaded, blocks=config.draft_blocks)
     weights = None if trained is None else trained.serving
@@ -169,9 +168,7 @@ def load_target(config: ServiceConfig, device: torch.device, dtype: torch.dtype 
         )
     in_8_bits = dtype is None and config.load_dtype == "int8"
     in_blocks = dtype is None and config.load_dtype == "auto" and device.type == "cpu" and library.variant() is not None
-    if dtype is None:
-        named = config.load_dtype not in ("auto", "int8")
-        dtype = getattr(torch, config.load_dtype) if named else default_dtype(device)
+    dtype = dtype_of(config, device) if dtype is None else dtype
     with memory_for("the weights", "choose a smaller model, or load_dtype bfloat16"):
         described = describe(
             config.model_source,
@@ -183,6 +180,13 @@ def load_target(config: ServiceConfig, device: torch.device, dtype: torch.dtype 
             described, dtype=dtype, device=device, begin_drafter=begin_drafter(config), in_blocks=in_blocks
         )
     return replace(loaded, in_8_bits=in_8_bits)
+
+
+def dtype_of(config: ServiceConfig, device: torch.device) -> torch.dtype:
+    """Return the type of weights, keys and values as configured."""
+    named = config.load_dtype not in ("auto", "int8")
+    dtype: torch.dtype = getattr(torch, config.load_dtype) if named else default_dtype(device)
+    return dtype
 
 
 def default_dtype(device: torch.device) -> torch.dtype:
@@ -231,14 +235,9 @@ def _target(
         logger.info("device memory reserved in addition to the KV cache: %s", plan.described())
     else:
         memory_planner.check_free_memory(0, pool_bytes)
-    num_slots = slots_for(
-        loaded.kv_shape,
-        pool_bytes,
-        max_model_len=limits.max_model_len,
-        reserve=MAX_NODES,
-        bytes_beside=beside + (memory_planner.entry_bytes(network) if device.type == "cuda" else 0),
-    )
-    memory_planner.give_room(target, loaded, num_slots)
+    if device.type == "cuda" or loaded.kv_shape.window is not None:  # windows leave room for many more slots
+        beside += memory_planner.entry_bytes(network)
+    memory_planner.give_room(target, loaded, room_for(loaded.kv_shape, pool_bytes, limits, bytes_beside=beside))
     return target
 
 
@@ -301,7 +300,7 @@ def start_up_line(assembly: Assembly) -> str:
     steps = "in CUDA graphs" if target.capture is not None else "not in CUDA graphs"
     return (
         f"adaptree {__version__}: model {assembly.config.public_model_name}{unverified}, device {target.device}, "
-        f"dtype {loaded.dtype_name}, KV cache {target.pool.num_slots - 1} tokens, "
+        f"dtype {loaded.dtype_name}, KV cache {KVRoom(target.pool.num_slots, target.pool.num_places).described}, "
         f"context {length}{rope}, steps {steps}, numerics: {assembly.numerics}, kernels: {kernels}, "
         f"drafter {assembly.drafter_name}, ends {names_of_ends(loaded.eos_token_ids, loaded.tokenizer)}"
     )
@@ -342,7 +341,8 @@ def device_of(name: str) -> torch.device:
     return torch.device("cuda", index)
 
 
-def _limits(config: ServiceConfig, model_positions: int) -> EngineLimits:
+def limits_of(config: ServiceConfig, model_positions: int) -> EngineLimits:
+    """Sizes of the engine as configured. Raises StartupError if the model has fewer positions."""
     length = config.max_model_len or model_positions
     if length > model_positions:
         raise StartupError(

@@ -14,15 +14,16 @@ import torch
 from kernels import ops
 from service import __version__
 from service.api.connections import listen
-from service.assembly import NO_KERNELS, check_writable, device_of
+from service.assembly import NO_KERNELS, check_writable, device_of, dtype_of, limits_of
 from service.config import GIB, ServiceConfig
 from service.drafter import choose_drafter
 from service.engine.checks import VERIFIED
 from service.engine.ends import names_of_ends
 from service.engine.gguf_reader import part_paths
+from service.engine.kv_pool import KVShape
 from service.engine.measuring import processor_name
-from service.engine.memory_planner import check_free_memory
-from service.engine.weights import Described, describe, gguf_file
+from service.engine.memory_planner import check_free_memory, room_for
+from service.engine.weights import Described, describe, gguf_file, kv_layers
 from service.errors import StartupError
 from service.text.tokenizer import ChatTokenizer
 
@@ -114,7 +115,12 @@ def _memory(config: ServiceConfig) -> str:
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         return f"{free / GIB:.1f} of {total / GIB:.1f} GiB of the GPU are free"
-    return check_free_memory(_weight_bytes(config.model_source), config.kv_cache_bytes("cpu", 0))
+    pool_bytes = config.kv_cache_bytes("cpu", 0)
+    taken = check_free_memory(_weight_bytes(config.model_source), pool_bytes)
+    text = _target(config).config.get_text_config()
+    limits = limits_of(config, text.max_position_embeddings)
+    room = room_for(KVShape(kv_layers(text), dtype_of(config, device)), pool_bytes, limits)
+    return f"{taken}; the KV cache holds {room.described}"
 
 
 def _weight_bytes(model: str) -> int:

@@ -31,7 +31,7 @@ from service.engine.emit import (
     read_result,
     scored_rows,
 )
-from service.engine.kv_pool import SlotPool, SlotTable
+from service.engine.kv_pool import SlotTable
 from service.engine.prefix_cache import PrefixCache
 from service.engine.requests import GenerationRequest, SamplingParams, SequenceOutput, Submission
 from service.engine.rows import RowLayout, committed_of, decoding_shapes, prompt_reads
@@ -121,7 +121,7 @@ class Engine:
         shapes = decoding_shapes(max_sequences, tree_widths_up_to(limits.max_budget))
         self.target = target
         self.drafter = drafter
-        self.slots = SlotPool(limits.num_slots or target.pool.num_slots, target.device, first=limits.first_slot)
+        self.slots = target.pool.allocator(limits.num_slots, limits.first_slot)
         self.table = SlotTable(max_sequences, limits.max_model_len, target.device)
         self._draft_stage = DraftStage(
             drafter,
@@ -138,7 +138,7 @@ class Engine:
             pace=PromptPace(limits.prefill_chunk),
             on_start=self._begin,
             on_stop=self._draft_stage.stop,
-            cache=PrefixCache(target.device, keep=limits.prefix_cache),
+            cache=PrefixCache(target.device, keep=limits.prefix_cache, windows=self.slots.windows),
             tree_nodes=limits.max_budget,
         )
         self._layout = RowLayout(self.slots, self.table, capture, shapes)
@@ -166,6 +166,8 @@ class Engine:
             num_waiting=self.scheduler.queue.num_sequences,
             slots_used=self.slots.capacity - self.scheduler.num_available,
             slots_total=self.slots.capacity,
+            places_used=self.scheduler.num_seen,
+            places_total=0 if self.slots.windows is None else self.slots.windows.places.capacity,
         )
 
     def submit(self, body: Submission) -> None:
@@ -208,11 +210,11 @@ class Engine:
         batch, drafts = self._next_batch()
         if not batch.items:
             return EngineOutput([], [], None), None
-        num_free = self.slots.num_free
+        mark = self.slots.mark()
         try:
             result = self._draft_and_verify(batch, clock, drafts=drafts and self._accounting.may_draft)
         except Exception as error:
-            return self._recover(batch, num_free, error, drafts=drafts), None
+            return self._recover(batch, mark, error, drafts=drafts), None
         return self._commit_and_emit(batch, result, clock)
 
     def _claim_slots(self) -> None:
@@ -220,11 +222,13 @@ class Engine:
         if self.target.pool.use(self, self.slots.owned):
             assert not self.scheduler.running, "another engine has used the slots of running sequences"
             self.scheduler.forget_prefixes()
+            if self.slots.windows is not None:
+                self.slots.windows.places.reset()  # the other engine has changed which slots have them
 
     def _next_batch(self) -> tuple[StepBatch, bool]:
         """Return the next part of a failed step, or else a new batch, and whether it may have drafts."""
         if not self._recovery.parts:
-            return self._draft_stage.arrange(self.scheduler.schedule(), self.slots.num_free), True
+            return self._draft_stage.arrange(self.scheduler.schedule(), self.slots.room), True
         items = [item for item in self._recovery.parts.pop() if item.sequence.row is not None]
         return StepBatch(items, [item.sequence for item in items]), False
 
@@ -281,13 +285,13 @@ class Engine:
         except Exception as error:
             return self._end({sequence: _failure(sequence.request, error)}).outputs
 
-    def _recover(self, batch: StepBatch, num_free: int, error: Exception, *, drafts: bool) -> EngineOutput:
+    def _recover(self, batch: StepBatch, mark: tuple[int, int], error: Exception, *, drafts: bool) -> EngineOutput:
         """Undo a step that raised, and queue its parts to be repeated; a sequence that raises alone ends with an error.
 
-        num_free: slots that were free before the step. Raises the exceptions of `_probe`.
+        mark: state of the slots before the step. Raises the exceptions of `_probe`.
         """
         items, sequences = batch.items, [item.sequence for item in batch.items]
-        self.slots.num_free = num_free  # the step freed no slot, so the allocated ones are still in the stack
+        self.slots.rewind(mark)  # the step freed no slot
         for sequence in sequences:
             self._draft_stage.stop(sequence)
         if drafts or len(items) > 1:
@@ -301,7 +305,7 @@ class Engine:
 
     def _probe(self) -> None:
         """Run and undo a step without drafts for the engine's own probe request. Raises if the engine itself fails."""
-        sequence, num_free = new_sequence(_PROBE, 0), self.slots.num_free
+        sequence, mark = new_sequence(_PROBE, 0), self.slots.mark()
         if not self._begin(sequence):
             raise RuntimeError("no sequence can begin")
         sequence.row = self.table.take_row()
@@ -309,7 +313,7 @@ class Engine:
         self._draft_and_verify(batch, StepClock(clock_of(self.target.device)), drafts=False)
         self._draft_stage.stop(sequence)
         self.table.release_row(sequence.row, 1)
-        self.slots.num_free = num_free
+        self.slots.rewind(mark)
 
     def _end(self, ends: Mapping[Sequence, Finish]) -> EngineOutput:
         """Stop these sequences, and make their last outputs, without text."""
@@ -324,6 +328,11 @@ class Engine:
         owned = torch.cat([self.slots.free_slots(), self.scheduler.held_slots()])
         assert owned.shape[0] == self.slots.capacity, f"{self.slots.capacity - owned.shape[0]} slots are lost"
         assert owned.unique().shape[0] == self.slots.capacity, "a slot has two owners"
+        if (windows := self.slots.windows) is not None:
+            held = self.scheduler.held_slots(placed=True)
+            owned = torch.cat([windows.places.free_slots(), windows.of(held)])
+            assert owned.shape[0] == owned.unique().shape[0] == windows.places.capacity, "a place is lost or shared"
+            assert windows.of(self.scheduler.held_slots()).count_nonzero() == len(held), "a slot lost its place"
 
     def _begin(self, sequence: Sequence) -> bool:
         """Create a sequence's sampling state and text stream from its tokens so far. Returns whether it can start; if

@@ -38,7 +38,7 @@ from service.engine.costs import (
     write_costs,
 )
 from service.engine.engine import EngineLimits
-from service.engine.kv_pool import SlotPool, SlotTable
+from service.engine.kv_pool import PASSED_AT_ONCE, SlotTable
 from service.engine.rows import RowLayout
 from service.engine.target import Target
 
@@ -76,10 +76,8 @@ class Trial:
         self.target = target
         self.generator = torch.Generator().manual_seed(0)
         self.table = SlotTable(sequences, max_length, target.device)
-        self._slots = SlotPool(target.pool.num_slots, target.device)
-        everything = self._slots.allocate(self._slots.num_free)
-        order = torch.randperm(everything.shape[0], generator=self.generator).to(everything.device)
-        self._slots.free(everything[order])
+        self._slots, self._passed = target.pool.allocator(), [0] * sequences
+        self._slots.shuffle(self.generator)
         self._layout = RowLayout(self._slots, self.table)
 
     def random_tokens(self, count: int) -> list[int]:
@@ -88,7 +86,13 @@ class Trial:
         return tokens
 
     def place(self, extends: list[ExtendRows], tree: DraftTree | None = None) -> ForwardRows:
-        """Lay out the rows of a forward in free slots; without `tree`, all trees are empty."""
+        """Lay out the rows of a forward in free slots; without `tree`, all trees are empty. Layers with a window forget
+        what a sequence's rows from here on do not see."""
+        for extend in extends if self._slots.windows is not None else ():
+            assert self._slots.windows is not None
+            row, passed = extend.table_row, self._passed[extend.table_row]
+            self._passed[row] = max(passed, extend.start - self._slots.windows.size + 1)
+            self._slots.windows.take(self.table.slots[row, passed : self._passed[row]])
         return self._layout(extends, tree or DraftTree.empty(len(extends), self.target.device))
 
     def free(self, rows: ForwardRows) -> None:
@@ -131,7 +135,7 @@ def rows_are_independent(target: Target, *, context: int | None = None, steps: i
 
     `context`: length of the prompt; the default is reduced if three such prompts do not fit into the pool.
     """
-    context = context or min(_CHECKED_CONTEXT, (target.pool.num_slots - 1 - steps - 2 * (steps + _BRANCHES)) // 3)
+    context = context or min(_CHECKED_CONTEXT, target.pool.longest(3, steps + 2 * (steps + _BRANCHES)))
     trial = Trial(target, sequences=3, max_length=context + 2 * steps + 2)
     tokens = trial.random_tokens(context + steps)
     trial.prefill(0, tokens[:context], chunk=context)
@@ -228,7 +232,7 @@ def measure_costs(target: Target, limits: EngineLimits, *, progress: Progress = 
     """Measure the seconds of one verify forward by numbers of sequences, context lengths and numbers of rows."""
     sequences = sequence_points(limits.max_sequences)
     rows = row_points(target)
-    room = (target.pool.num_slots - 1 - rows[-1] - MAX_NODES) // sequences[-1] - MAX_DEPTH - 1
+    room = target.pool.longest(sequences[-1], rows[-1] + MAX_NODES) - MAX_DEPTH - 1
     longest = max(1, min(limits.max_model_len - MAX_DEPTH - 1, room))
     contexts = sorted({min(context, longest) for context in CONTEXTS})
     run = partial(run_point, dummy_texts(target, sequences=sequences[-1], length=contexts[-1]))
@@ -257,10 +261,12 @@ class Point(NamedTuple):
 def dummy_texts(target: Target, *, sequences: int, length: int) -> Trial:
     """Build a trial for timing whose sequences have computed keys at their first positions only, and slots without keys
     at all others. With no keys at all, rows would be as alike as first tokens are, and wake the same experts."""
-    trial, first = Trial(target, sequences=sequences, max_length=length + MAX_DEPTH + 1), min(_COMPUTED, length)
-    trial.run([ExtendRows(row, 0, trial.random_tokens(first), completes=False) for row in range(sequences)])
-    for row in range(sequences if length > first else 0):
-        trial.place([ExtendRows(row, first, [0] * (length - first), completes=False)])
+    trial, computed = Trial(target, sequences=sequences, max_length=length + MAX_DEPTH + 1), min(_COMPUTED, length)
+    trial.run([ExtendRows(row, 0, trial.random_tokens(computed), completes=False) for row in range(sequences)])
+    for row in range(sequences):
+        for first in range(computed, length, PASSED_AT_ONCE):
+            count = min(PASSED_AT_ONCE, length - first)
+            trial.place([ExtendRows(row, first, [0] * count, completes=False)])
     return trial
 
 

@@ -5,6 +5,7 @@ Nothing grows while serving. On a CPU the size of the KV cache is a setting, and
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import psutil
 import torch
@@ -28,6 +29,8 @@ from service.errors import StartupError
 _SCORE_BYTES = 16  # sampling holds logits, noise, their sum and a mask, 4 bytes each
 _HISTORY_BYTES = 1 + 4  # per sequence and vocabulary token: whether the prompt contains it, and its count
 _SCORED_BLOCKS = 16  # four blocks at once, each as log-probabilities, noise, their sum, and the sum sorted
+_SLOT_BYTES = 3 * 8  # a slot's number, and those of its place
+_CACHED_WINDOWS = 24  # windows of slots for one cached window
 _SPARE_BYTES = 512 << 20  # workspaces of libraries, fragmentation, the device context
 
 
@@ -73,20 +76,46 @@ class MemoryPlan:
         return ", ".join(f"{_gib(need.num_bytes)} for {need.what}" for need in by_size)
 
 
-def slots_for(shape: KVShape, pool_bytes: int, *, max_model_len: int, reserve: int, bytes_beside: int = 0) -> int:
-    """Number of slots that `pool_bytes` hold; `bytes_beside`: additional bytes per slot outside of the pool.
+class KVRoom(NamedTuple):
+    """Numbers of slots of a KV pool, and of places in its layers with a window; None if these keep all slots. Both
+    include the null slot."""
 
-    Raises StartupError if one sequence of `max_model_len` tokens and its draft tree of `reserve` nodes do not fit.
+    num_slots: int
+    num_places: int | None = None
+
+    @property
+    def described(self) -> str:
+        """Describe the numbers for the log."""
+        places = "" if self.num_places is None else f" ({self.num_places - 1} in layers with a window)"
+        return f"{self.num_slots - 1} tokens{places}"
+
+
+def room_for(shape: KVShape, pool_bytes: int, limits: EngineLimits, *, bytes_beside: int = 0) -> KVRoom:
+    """Numbers of slots and places that `pool_bytes` hold; `bytes_beside`: additional bytes per slot outside of the
+    pool. Layers with a window get places for the windows of all sequences and the rows of a step, and for one cached
+    window to `_CACHED_WINDOWS` windows of slots, but never more places than there are slots.
+
+    Raises StartupError if one sequence of `max_model_len` tokens and its draft tree do not fit.
     """
-    num_slots = pool_bytes // (shape.bytes_per_slot + bytes_beside)
-    needed = max_model_len + reserve + 1
-    if num_slots < needed:
+    window, tree = shape.window or 0, MAX_NODES + 1
+    needed, least = limits.max_model_len + tree, 0
+    of_slot, of_place = shape.bytes_per_slot + bytes_beside, 0
+    if 0 < window < limits.max_model_len:
+        of_place, least = shape.bytes_in_windows, window + tree
+        of_slot += _SLOT_BYTES - of_place
+    if needed * of_slot + least * of_place > pool_bytes:
         raise StartupError(
-            f"the KV cache holds {num_slots} tokens, but one sequence of max_model_len={max_model_len} needs "
-            f"{needed}: set kv_cache to at least {needed * (shape.bytes_per_slot + bytes_beside) / GIB:.2f}GiB "
-            "or lower max_model_len"
+            f"the KV cache of {pool_bytes / GIB:.2f}GiB holds fewer than the {needed} tokens that one sequence of "
+            f"max_model_len={limits.max_model_len} needs: set kv_cache to at least "
+            f"{(needed * of_slot + least * of_place) / GIB:.2f}GiB or lower max_model_len"
         )
-    return num_slots
+    if not of_place:
+        return KVRoom(pool_bytes // of_slot)
+    running = limits.max_sequences * (window + 1 + limits.max_budget) + limits.prefill_chunk + 1
+    slots = int((pool_bytes - running * of_place) / (of_slot + of_place / _CACHED_WINDOWS))
+    slots = max(slots, pool_bytes // (of_slot + of_place))  # few bytes: as many places as slots
+    slots = min(max(slots, needed), (pool_bytes - least * of_place) // of_slot)
+    return KVRoom(slots, min(slots, (pool_bytes - slots * of_slot) // of_place))
 
 
 def check_free_memory(weight_bytes: int, pool_bytes: int) -> str:
@@ -119,10 +148,10 @@ def target_without_room(loaded: LoadedModel, limits: EngineLimits, tap_layers: t
         return Target(loaded.model, pool, tap_layers=tap_layers, in_8_bits=loaded.in_8_bits)
 
 
-def give_room(target: Target, loaded: LoadedModel, num_slots: int) -> None:
-    """Replace the target's KV pool by one of `num_slots` slots. Raises StartupError if memory does not suffice."""
-    with memory_for(f"keys and values of {num_slots} tokens", "lower kv_cache"):
-        target.pool = KVPool(loaded.kv_shape, num_slots, target.device)
+def give_room(target: Target, loaded: LoadedModel, room: KVRoom) -> None:
+    """Replace the target's KV pool by one of this size. Raises StartupError if memory does not suffice."""
+    with memory_for(f"keys and values of {room.described}", "lower kv_cache"):
+        target.pool = KVPool(loaded.kv_shape, room.num_slots, target.device, num_places=room.num_places)
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,16 +4,29 @@ ids.
 The slot of position t is stored under the tokens 0..t + 1, one more than its keys and values depend on: a drafter's
 entry of position t needs the next token, and the last token of a prompt is always run again for its logits. A row's
 result does not depend on the other rows of its forward, so cached keys and values equal recomputed ones bit for bit.
-Legend: labels = tokens on the edge to a node, one per slot of the node.
+In layers with a window, slots may lose their places (`Windows`): the cache keeps those before the ends of nodes, where
+messages end and prompts part, and a prefix is found only as far as the window before its end still has its places.
+Legend: labels = tokens on the edge to a node, one per slot of the node; placed = with a place in layers with a window.
 """
 
 import heapq
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
+
+from kernels.graph_runner import send
+from service.engine.kv_pool import Windows
+
+Placed = npt.NDArray[np.bool_]
+"""Which of some slots have places in layers with a window."""
+
+_SHARE_AT_ONCE = 32  # of so many places one is taken at least, so that few steps take any
 
 _WORTH_WAITING = 64
 """Minimum number of tokens that another sequence is about to compute, for waiting to beat computing them again."""
@@ -30,6 +43,8 @@ class Node:
     children: dict[int, "Node"] = field(default_factory=dict)  # children by their first label
     leases: int = 0  # number of leases that end at this node or below it
     last_used: int = 0  # counter of the cache's calls at the last use
+    placed_from: int = 0  # first label from which on all slots are placed
+    last_seen: int = 0  # counter of the cache's calls when the window before its end was last needed
 
     @property
     def is_evictable(self) -> bool:
@@ -52,6 +67,14 @@ class PrefixLease:
     length: int  # number of the sequence's leading positions whose slots belong to the cache
     slots: Tensor  # [cached] int64, slots of the prefix that was found when the lease was acquired
     is_published: bool = False  # whether the rest of the prompt has been published
+    placed_from: int = 0  # first position from which on all slots of the sequence itself are placed
+    parting: range = range(0)  # positions before it that are placed, too: the window before the end of a prefix that
+    # the cache has without places, and takes over from this sequence
+
+    def placed(self, length: int) -> Placed:
+        """Which of the sequence's own positions after the lease, up to `length`, are placed. # -> [positions]"""
+        positions = np.arange(self.length, length)
+        return (positions >= self.placed_from) | (positions >= self.parting.start) & (positions < self.parting.stop)
 
 
 class PrefixCache:
@@ -61,8 +84,10 @@ class PrefixCache:
     prompts of other clients.
     """
 
-    def __init__(self, device: torch.device, *, keep: bool = True) -> None:
-        """`keep=False` disables the cache: no prefix is kept or found."""
+    def __init__(self, device: torch.device, *, keep: bool = True, windows: Windows | None = None) -> None:
+        """`keep=False` disables the cache: no prefix is kept or found. `windows`: places of the slots in layers with a
+        window; None if these layers keep all slots."""
+        self._windows, self._window = windows, 0 if windows is None else windows.size
         self.num_evictable = 0  # slots that `evict` could return now
         self._keep = keep
         self._nothing = torch.empty(0, dtype=torch.int64, device=device)
@@ -76,24 +101,47 @@ class PrefixCache:
             return PrefixLease(Node([], self._nothing, None), 0, self._nothing)
         key = namespace, tokens[0]
         root = self._roots.setdefault(key, Node([], self._nothing, None, key))
-        node, length = self._descend(root, tokens, 0)
+        node, known = self._descend(root, tokens, 0)
         self._now += 1
         for above in node.upwards():
+            above.last_used = self._now
+        path = self._usable([(above, len(above.labels)) for above in node.upwards()][::-1])
+        for above, _ in path:
             self.num_evictable -= 0 if above.leases else len(above.labels)
             above.leases += 1
-            above.last_used = self._now
         root.leases += 1
-        slots = [above.slots for above in node.upwards()]
-        return PrefixLease(node, length, torch.cat(slots[::-1]) if slots else self._nothing)
+        node, length = path[-1][0] if path else root, sum(common for _, common in path)
+        self._see(node)
+        slots = torch.cat([above.slots for above, _ in path]) if path else self._nothing
+        parting = range(max(length, known - self._window), known) if length < known else range(0)
+        return PrefixLease(node, length, slots, placed_from=length, parting=parting)
 
     def known(self, namespace: str, tokens: list[int]) -> int:
         """Number of positions that `acquire` would lease for these tokens now."""
-        return sum(common for _, common in self._path(namespace, tokens))
+        return sum(common for _, common in self._usable([*self._path(namespace, tokens)]))
 
     def leased(self, namespace: str, tokens: list[int], *, excluding: Sequence[PrefixLease] = ()) -> int:
         """Number of the `known` positions that are held by leases other than `excluding`."""
-        mine = _holds(excluding)
-        return sum(common for node, common in self._path(namespace, tokens) if node.leases > mine[node])
+        mine, path = _holds(excluding), self._usable([*self._path(namespace, tokens)])
+        return sum(common for node, common in path if node.leases > mine[node])
+
+    def _usable(self, path: list[tuple[Node, int]]) -> list[tuple[Node, int]]:
+        """Shorten a path of nodes and matching labels to the last end before which a whole window is placed."""
+        length = unplaced = usable = 0
+        for number, (node, common) in enumerate(path, 1):
+            unplaced = length + min(node.placed_from, common) if node.placed_from else unplaced
+            length += common
+            usable = number if unplaced == 0 or length - unplaced >= self._window else usable
+        return path[:usable]
+
+    def _see(self, node: Node) -> None:
+        """Note that the window before the end of this node is needed."""
+        left = self._window
+        for above in node.upwards() if left else ():
+            above.last_seen = self._now
+            left -= len(above.labels)
+            if left <= 0:
+                break
 
     def publish(self, lease: PrefixLease, tokens: list[int], slots: Tensor) -> None:
         """Add the slots that a running sequence has computed after its leased prefix, and extend the lease over them.
@@ -101,28 +149,115 @@ class PrefixCache:
         labels = list(tokens[lease.length + 1 :][: slots.shape[0]]) if self._keep else []
         # A running sequence cannot replace its slots by those that another one has published.
         if labels and labels[0] not in lease.node.children:
-            lease.node = self._attach(lease.node, labels, slots[: len(labels)])
+            own, placed = slots[: len(labels)], lease.placed(lease.length + len(labels))
+            lease.node = self._attach(lease.node, labels, own, self._suffix(own, placed))
             lease.node.leases = 1
             lease.length += len(labels)
+            lease.placed_from, lease.parting = max(lease.placed_from, lease.length), range(0)
 
     def release(self, lease: PrefixLease, tokens: list[int], slots: Tensor) -> Tensor:
         """End a lease, and cache the slots of the positions after it. Returns the slots that the caller must free,
         because the cache has these tokens already or does not keep any. # slots [positions] int64 -> [freed] int64"""
+        placed = lease.placed(lease.length + slots.shape[0])
         if not self._keep:
+            self._take(slots, placed)
             return slots
         self._now += 1
         text = tokens[: lease.length + slots.shape[0] + 1]
         node, length = self._descend(lease.node, text, lease.length)
         labels = list(text[length + 1 :])
         twice = length - lease.length
+        if twice and self._windows is not None:
+            self._hand_over(self._windows, lease.node, node, slots[:twice], placed)
         if labels:
-            node = self._attach(node, labels, slots[twice : twice + len(labels)])
+            own = slice(twice, twice + len(labels))
+            node = self._attach(node, labels, slots[own], self._suffix(slots[own], placed[own]))
+            placed[own] = False
             self.num_evictable += len(labels)
         for above in node.upwards():
             above.last_used = self._now
         self._unlock(lease.node)
         self._note(node)
+        self._take(slots, placed)
         return torch.cat([slots[:twice], slots[twice + len(labels) :]])
+
+    def clear_places(self, wanted: int, running: Sequence[tuple[PrefixLease, int, Tensor]]) -> None:
+        """Take places until `wanted` are free, or until running sequences see all that are left. `running`: the lease,
+        the number of computed positions and the row of the slot table of each."""
+        assert self._windows is not None, "all slots keep their places"
+        first = {lease: max(0, computed - self._window + 1) for lease, computed, _ in running}
+        for lease, _, slots in running:
+            self.pass_until(lease, first[lease], slots)
+        places = self._windows.places
+        if wanted > places.num_free:
+            self.reclaim(max(wanted - places.num_free, places.capacity // _SHARE_AT_ONCE), [*first.items()])
+        for lease, _, slots in running:
+            if wanted > places.num_free:
+                self.give_up_parting(lease, slots)
+
+    def pass_until(self, lease: PrefixLease, first: int, slots: Tensor) -> None:
+        """Take the places of a running sequence's positions before `first`, which no window reaches any more, but not
+        those that the cache will take over. # slots [positions] int64, as a row of the slot table"""
+        if first > lease.placed_from:
+            own = np.arange(lease.placed_from, first)
+            passed = (own < lease.parting.start) | (own >= lease.parting.stop)
+            self._take(slots[lease.placed_from : first], passed)
+            lease.placed_from = first
+
+    def give_up_parting(self, lease: PrefixLease, slots: Tensor) -> None:
+        """Take the places that the cache would take over from this sequence. # slots as in `pass_until`"""
+        kept = range(lease.parting.start, min(lease.parting.stop, lease.placed_from))
+        self._take(slots[kept.start : max(kept.start, kept.stop)], np.ones(len(kept), bool))
+        lease.parting = range(0)
+
+    def reclaim(self, count: int, running: Sequence[tuple[PrefixLease, int]]) -> None:
+        """Take `count` places of cached slots, or as many as there are: first those in the middle of nodes, then the
+        windows before their ends, least recently needed first. `running`: leases, and the first position of each that
+        its sequence still sees."""
+        floors: dict[Node, int] = {}  # label of a node from which on running sequences see its slots
+        for lease, first in running:
+            end = lease.length
+            for node in lease.node.upwards():
+                if end <= first:
+                    break
+                end -= len(node.labels)
+                floors[node] = min(floors.get(node, len(node.labels)), max(0, first - end))
+        nodes = sorted(reversed(list(self._nodes())), key=lambda node: node.last_seen)  # of equal ones the deeper first
+        for kept in (self._window, 0):
+            for node in nodes:
+                until = min(floors.get(node, len(node.labels)), len(node.labels) - kept)
+                if self._windows is not None and count > 0 and until > node.placed_from:
+                    self._windows.take(node.slots[node.placed_from : until])
+                    count -= until - node.placed_from
+                    node.placed_from = until
+
+    def _hand_over(self, windows: Windows, leased: Node, node: Node, slots: Tensor, placed: Placed) -> None:
+        """Give places of slots that were computed twice to those of the nodes below the `leased` one down to `node`, if
+        they join a window before a node's end. Marks them as not `placed`. # slots, placed from the lease's end on"""
+        end = slots.shape[0]
+        for above in takewhile(lambda above: above is not leased, node.upwards()):
+            start = end - len(above.labels)
+            own = placed[max(start, end - self._window) : start + above.placed_from]
+            missing = _last_run(own)  # places that join those that are there
+            if missing:
+                given = slice(start + above.placed_from - missing, start + above.placed_from)
+                windows.hand_over(slots[given], above.slots[given.start - start : above.placed_from])
+                placed[given] = False
+                above.placed_from -= missing
+            end = start
+        self._see(node)
+
+    def _suffix(self, slots: Tensor, placed: Placed) -> int:
+        """Take the places of slots that do not belong to the placed ones at the end, and return the index of the first
+        of these. # slots, placed [count]"""
+        first = len(placed) - _last_run(placed)
+        self._take(slots[:first], placed[:first])
+        return first
+
+    def _take(self, slots: Tensor, placed: Placed) -> None:
+        """Take the places of slots that are placed. # both [count]"""
+        if self._windows is not None and placed.any():
+            self._windows.take(slots if placed.all() else slots[send(slots.device, placed.nonzero()[0])[0]])
 
     def evict(self, count: int) -> Tensor:
         """Evict `count` slots, least recently used first, or all evictable ones if there are fewer.
@@ -151,14 +286,17 @@ class PrefixCache:
         length = self.known(namespace, tokens) + _WORTH_WAITING + 1
         return length if self._keep and length <= len(tokens) else None
 
-    def held(self) -> Tensor:
-        """Collect all slots that belong to the cache. # -> [held] int64"""
-        nodes, found = list(self._roots.values()), [self._nothing]
+    def held(self, *, placed: bool = False) -> Tensor:
+        """Collect all slots that belong to the cache, or those that are placed. # -> [held] int64"""
+        return torch.cat([self._nothing, *(node.slots[node.placed_from if placed else 0 :] for node in self._nodes())])
+
+    def _nodes(self) -> Iterator[Node]:
+        """Iterate over all nodes, each before its children."""
+        nodes = list(self._roots.values())
         while nodes:
             node = nodes.pop()
-            found.append(node.slots)
+            yield node
             nodes += node.children.values()
-        return torch.cat(found)
 
     def _path(self, namespace: str, tokens: list[int]) -> Iterator[tuple[Node, int]]:
         """Iterate over the nodes along these tokens, each with the number of its labels that match."""
@@ -187,15 +325,18 @@ class PrefixCache:
         """Split off a new parent with the first `place` labels, and return it; leases keep pointing at `node`."""
         assert node.parent is not None, "a root has no labels"
         upper = Node(node.labels[:place], node.slots[:place], node.parent)
-        upper.leases, upper.last_used = node.leases, node.last_used
+        upper.leases, upper.last_used, upper.last_seen = node.leases, node.last_used, node.last_seen
+        upper.placed_from, node.placed_from = min(node.placed_from, place), max(0, node.placed_from - place)
         node.parent.children[upper.labels[0]] = upper
         node.labels, node.slots, node.parent = node.labels[place:], node.slots[place:], upper
         upper.children[node.labels[0]] = node
         return upper
 
-    def _attach(self, node: Node, labels: list[int], slots: Tensor) -> Node:
-        child = Node(labels, slots.clone(), node, last_used=self._now)
-        node.children[labels[0]] = child
+    def _attach(self, node: Node, labels: list[int], slots: Tensor, placed_from: int) -> Node:
+        child = node.children[labels[0]] = Node(
+            labels, slots.clone(), node, last_used=self._now, placed_from=placed_from
+        )
+        self._see(child)
         return child
 
     def _unlock(self, node: Node) -> None:
@@ -216,6 +357,9 @@ class PrefixCache:
     def _shorten(self, leaf: Node, length: int) -> Node:
         """Cut a leaf to `length` labels. Returns the leaf, or its parent if no label is left."""
         self.num_evictable -= len(leaf.labels) - length
+        if self._windows is not None:
+            self._windows.take(leaf.slots[max(length, leaf.placed_from) :])
+            leaf.placed_from = min(length, leaf.placed_from)
         if length:
             leaf.labels, leaf.slots = leaf.labels[:length], leaf.slots[:length]
             return leaf
@@ -241,6 +385,12 @@ def _common(labels: list[int], tokens: list[int], start: int) -> int:
             most = tried - 1
         tried = (least + most + 1) // 2
     return least
+
+
+def _last_run(placed: Placed) -> int:
+    """Number of placed slots at the end."""
+    missing = (~placed).nonzero()[0]
+    return len(placed) - (int(missing[-1]) + 1 if len(missing) else 0)
 
 
 def _holds(leases: Sequence[PrefixLease]) -> Counter[Node]:

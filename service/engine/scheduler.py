@@ -114,7 +114,7 @@ class Scheduler:
         self._table = table
         self._pace = pace
         self._on_start, self._on_stop = on_start, on_stop
-        self._cache = cache or PrefixCache(table.slots.device, keep=False)
+        self._cache = cache or PrefixCache(table.slots.device, keep=False, windows=slots.windows)
         self._tree_nodes = tree_nodes
         self._service = ServiceCounters()
         self._forecast = Forecast()
@@ -124,6 +124,20 @@ class Scheduler:
     def num_available(self) -> int:
         """Number of slots that are free, or hold cached prefixes that can be evicted."""
         return self._slots.num_free + self._cache.num_evictable
+
+    @property
+    def num_seen(self) -> int:
+        """Number of places that the running sequences' next rows may see in layers with a window."""
+        return sum(map(self._seen_of, self.running))
+
+    def _seen_of(self, sequence: Sequence, more: int = 0) -> int:
+        """Number of these places for one sequence, when `more` of its positions are computed."""
+        return 0 if self._slots.windows is None else min(self._slots.windows.size, sequence.num_computed + more)
+
+    @property
+    def _room(self) -> int:
+        """Number of rows that the next step can have at most."""
+        return min(self.num_available, self._slots.num_places - self.num_seen)
 
     def add(self, body: Submission) -> None:
         """Queue the requests of an HTTP request body."""
@@ -174,12 +188,16 @@ class Scheduler:
 
     def forget_prefixes(self) -> None:
         """Drop all cached prefixes that no running sequence uses; to be called when their slots were overwritten."""
-        self._slots.free(self._cache.evict(self._cache.num_evictable))
+        self._slots.free(self._cache.evict(self._cache.num_evictable), placed=False)
 
-    def held_slots(self) -> Tensor:
-        """Collect the slots of the cache and of running sequences, each once, for conservation checks.
-        # -> [held] int64"""
-        return torch.cat([self._cache.held(), *map(self._own_slots, self.running)])
+    def held_slots(self, *, placed: bool = False) -> Tensor:
+        """Collect the slots of the cache and of running sequences, each once, for conservation checks. `placed`: only
+        those with a place in layers with a window. # -> [held] int64"""
+        own = [self._own_slots(sequence) for sequence in self.running]
+        if placed:
+            which = (lease.placed(one.num_computed) for one in self.running if (lease := one.lease) is not None)
+            own = [slots[torch.from_numpy(there)] for slots, there in zip(own, which, strict=True)]
+        return torch.cat([self._cache.held(placed=placed), *own])
 
     def _own_slots(self, sequence: Sequence) -> Tensor:
         """Slots of a running sequence that do not belong to the cache. # -> [positions] int64"""
@@ -197,8 +215,8 @@ class Scheduler:
     def _preempt_until_decoding_fits(self) -> None:
         """Preempt sequences until each decoding one has a slot. A sequence that runs alone always has one, because
         start-up checks that the pool holds the longest sequence."""
-        while sum(not sequence.is_prefilling for sequence in self.running) > self.num_available or (
-            len(self.running) > 1 and self.num_available == 0
+        while sum(not sequence.is_prefilling for sequence in self.running) > self._room or (
+            len(self.running) > 1 and self._room == 0
         ):
             victim = cheapest(self.running, self.running, self._cache)
             assert victim is not None, "the pool does not hold the longest sequence"
@@ -211,7 +229,7 @@ class Scheduler:
         assert sequence.lease is not None, "a running sequence has a lease"
         slots = self._table.release_row(sequence.table_row, sequence.num_computed)
         unused = self._cache.release(sequence.lease, sequence.tokens, slots[sequence.num_shared :])
-        self._slots.free(unused)
+        self._slots.free(unused, placed=False)
         sequence.row = sequence.lease = None
 
     def _admit(self) -> list[Sequence]:
@@ -268,7 +286,9 @@ class Scheduler:
         claimed += self._forecast.claim(sequence)
         claimed -= self._cache.leased(sequence.cache_namespace, sequence.tokens, excluding=_leases(victims))
         available = self.num_available + _freed_by(victims, self._cache)
-        return self._table.num_free_rows + len(victims) > 0 and claimed <= available
+        seen = sum(self._seen_of(one, self._forecast.claim(one)) for one in (*others, sequence)) + self._tree_nodes
+        fits = claimed <= available and seen <= self._slots.num_places
+        return self._table.num_free_rows + len(victims) > 0 and fits
 
     def _make_way(self, sequence: Sequence, started: Items[Sequence]) -> bool:
         """Make room for a sequence by preempting the cheapest sequences of clients that run more sequences than its own
@@ -307,7 +327,7 @@ class Scheduler:
         """Share one chunk of prompt rows among the prefilling sequences, beginning with the client that was served
         least. While other clients decode, the prompts of a client get only as many rows as fit into its share of
         time."""
-        left, paced = min(self._pace.most_rows, self.num_available - len(decoding)), self._pace.num_rows
+        left, paced = min(self._pace.most_rows, self._room - len(decoding)), self._pace.num_rows
         clients = {item.sequence.client for item in decoding}
         prefilling = [sequence for sequence in self.running if sequence.is_prefilling]
         chunks, beside = list[Scheduled](), dict[str, Reader]()
@@ -325,9 +345,14 @@ class Scheduler:
         return chunks
 
     def _clear_slots(self, wanted: int) -> None:
-        """Evict cached prefixes until `wanted` slots are free, or no evictable prefix is left."""
+        """Evict cached prefixes until `wanted` slots are free, or no evictable prefix is left, and take the places of
+        positions that no running sequence sees until as many places are free."""
         if wanted > self._slots.num_free:
-            self._slots.free(self._cache.evict(max(wanted - self._slots.num_free, _EVICT_AT_ONCE)))
+            evicted = self._cache.evict(max(wanted - self._slots.num_free, _EVICT_AT_ONCE))
+            self._slots.free(evicted, placed=False)
+        if self._slots.windows is not None and wanted > self._slots.windows.places.num_free:
+            rows = [(s.lease, s.num_computed, self._table.slots[s.table_row]) for s in self.running if s.lease]
+            self._cache.clear_places(wanted, rows)
 
 
 class Forecast:

@@ -15,6 +15,8 @@ class LoadStats:
     num_waiting: int
     slots_used: int
     slots_total: int
+    places_used: int = 0  # places of slots in layers with a window that running sequences still see
+    places_total: int = 0  # 0 if these layers keep all slots
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

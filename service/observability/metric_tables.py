@@ -158,6 +158,21 @@ LOAD: Final[Table[LoadStats]] = (
     ),
 )
 
+SLOTS: Final[Table[LoadStats]] = (
+    Gauge(
+        "kv_cache_tokens{layers,count}",
+        "Tokens whose keys and values are in use, and that fit: in all layers, and in layers with a window if these "
+        "keep fewer.",
+        lambda s: {
+            "all:used": s.slots_used,
+            "all:total": s.slots_total,
+            "window:used": s.places_used,
+            "window:total": s.places_total,
+        },
+        ("all:used", "all:total", "window:used", "window:total"),
+    ),
+)
+
 FINISH: Final[Table[FinishStats]] = (
     Counter("request_success{finished_reason}", "Sequences finished.", lambda s: {s.finish_reason: 1}, FINISH_REASONS),
     Counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", lambda s: s.prompt_tokens),

@@ -20,6 +20,7 @@ from service.observability.metric_tables import (
     FINISH,
     LOAD,
     MEMORY,
+    SLOTS,
     Gauge,
     Histogram,
     Record,
@@ -52,6 +53,7 @@ class Metrics(Collector):
         self._server = server_table(key_names)
         rows: tuple[Row[Any], ...] = (
             *LOAD,
+            *SLOTS,
             *self._steps,
             *DRAFTING,
             *MEMORY,
@@ -74,7 +76,7 @@ class Metrics(Collector):
 
     def observe_load(self, stats: LoadStats) -> None:
         """Record the present load."""
-        self._add(LOAD, stats)
+        self._add((*LOAD, *SLOTS), stats)
 
     def observe_step(self, stats: StepStats) -> None:
         """Count an engine step."""

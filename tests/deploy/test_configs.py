@@ -14,7 +14,6 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import service
 from drafters.network.model import SpecBlock
-from drafters.tree import MAX_NODES
 from service.assembly import _learning, assemble
 from service.config import GIB
 from service.config_sources import load_config
@@ -22,7 +21,7 @@ from service.engine import memory_planner
 from service.engine.engine import EngineLimits
 from service.engine.initial_drafter import drafter_config
 from service.engine.kv_pool import KVShape, LayerKV
-from service.engine.memory_planner import MemoryPlan, needs_of, slots_for
+from service.engine.memory_planner import MemoryPlan, needs_of, room_for
 from service.errors import StartupError
 from tests.architecture.rules import ROOT
 from tests.processes import begin
@@ -92,7 +91,7 @@ def test_the_gpu_example_fits_where_it_says(
     needs = needs_of(target, limits, network, learning, captures=True)
     pool = config.kv_cache_bytes("cuda", MemoryPlan(gigabytes * 10**9 - weights, needs).left_bytes)
     beside = memory_planner.entry_bytes(network)
-    assert slots_for(pairs, pool, max_model_len=limits.max_model_len, reserve=MAX_NODES, bytes_beside=beside)
+    assert room_for(pairs, pool, limits, bytes_beside=beside)
 
 
 def test_the_cpu_example_serves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

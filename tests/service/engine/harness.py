@@ -90,9 +90,14 @@ class Generated:
         return sum(self.accepted_per_step)
 
 
-def tiny_target(loaded: LoadedModel, num_slots: int = NUM_SLOTS, tap_layers: tuple[int, ...] = ()) -> Target:
+def tiny_target(
+    loaded: LoadedModel, num_slots: int = NUM_SLOTS, tap_layers: tuple[int, ...] = (), *, num_places: int | None = None
+) -> Target:
     pool = KVPool(loaded.kv_shape, num_slots, loaded.model.device)
-    return Target(loaded.model, pool, tap_layers=tap_layers)
+    target = Target(loaded.model, pool, tap_layers=tap_layers)
+    if num_places is not None:
+        target.pool = KVPool(loaded.kv_shape, num_slots, loaded.model.device, num_places=num_places)
+    return target
 
 
 def tiny_engine(
@@ -101,11 +106,12 @@ def tiny_engine(
     drafter: str | Drafter = "random",
     policy: Budget | None = None,
     num_slots: int = NUM_SLOTS,
+    num_places: int | None = None,
     limits: EngineLimits = LIMITS,
     capture: Capture | None = None,
 ) -> Engine:
     loaded = loaded_tiny(family) if isinstance(family, str) else family
-    target = tiny_target(loaded, num_slots)
+    target = tiny_target(loaded, num_slots, num_places=num_places)
     drafts = make_drafter(drafter, target, limits) if isinstance(drafter, str) else drafter
     target.capture = capture
     return Engine(target, limits, vocabulary_of(loaded), drafts, policy or FixedBudget(limits.max_budget))

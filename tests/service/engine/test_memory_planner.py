@@ -19,10 +19,12 @@ from drafters.network.checkpoint import weights_of
 from drafters.network.pool import EntryPool
 from drafters.network.recording import FeedbackRecorder
 from drafters.training.initialise import InputSums, sums_bytes
+from drafters.tree import MAX_NODES
 from service.config import GIB
 from service.engine.engine import EngineLimits
 from service.engine.kv_pool import KVPool, KVShape, LayerKV, SlotPool
 from service.engine.memory_planner import (
+    KVRoom,
     LearningSizes,
     MemoryPlan,
     Need,
@@ -30,7 +32,7 @@ from service.engine.memory_planner import (
     feedback_bytes,
     memory_for,
     needs_of,
-    slots_for,
+    room_for,
     target_without_room,
     training_bytes,
 )
@@ -134,17 +136,52 @@ def test_a_drafter_takes_its_own_share_of_a_slot() -> None:
 
 @pytest.mark.parametrize("spare", [0, 1, 1000])
 def test_memory_becomes_slots(spare: int) -> None:
-    needed = 100 + 64 + 1
+    needed = LIMITS.max_model_len + MAX_NODES + 1
     pool_bytes = (needed + spare) * KV_SHAPE.bytes_per_slot + KV_SHAPE.bytes_per_slot - 1
-    assert slots_for(KV_SHAPE, pool_bytes, max_model_len=100, reserve=64) == needed + spare
+    assert room_for(KV_SHAPE, pool_bytes, LIMITS) == KVRoom(needed + spare)
+
+
+GEMMA_3_12B = KVShape(tuple(LayerKV(8, 256, 1024 if number % 6 < 5 else None) for number in range(48)), torch.bfloat16)
+
+
+def test_layers_with_a_window_take_a_quarter_of_the_memory() -> None:
+    """Gemma 3 12B, one text of 32k tokens."""
+    limits = EngineLimits(max_model_len=32768, max_sequences=1, prefill_chunk=256, max_budget=64)
+    needed = limits.max_model_len + MAX_NODES + 1
+    room = room_for(GEMMA_3_12B, needed * GEMMA_3_12B.bytes_per_slot // 4, limits)
+    assert room.num_slots >= needed
+    assert room.num_places is not None
+    assert room.num_places >= 1024 + 256 + 64 + 1 + needed // 24
+    assert room.described == f"{room.num_slots - 1} tokens ({room.num_places - 1} in layers with a window)"
+
+
+@pytest.mark.parametrize("share", [0, None])
+@pytest.mark.parametrize("gigabytes", [1, 8, 40])
+@pytest.mark.parametrize("max_sequences", [1, 32, 256])
+def test_slots_and_places_take_no_more_than_there_is(share: int | None, gigabytes: int, max_sequences: int) -> None:
+    """With a layer in six that keeps all, and with none."""
+    shape = replace(GEMMA_3_12B, layers=tuple(replace(layer, window=1024) for layer in GEMMA_3_12B.layers))
+    shape = shape if share == 0 else GEMMA_3_12B
+    limits = EngineLimits(max_model_len=2048, max_sequences=max_sequences, prefill_chunk=256, max_budget=64)
+    room, full = room_for(shape, gigabytes * GIB, limits), gigabytes * GIB // shape.bytes_per_slot
+    assert room.num_places is not None
+    assert 1024 + MAX_NODES + 1 <= room.num_places <= room.num_slots
+    beside = shape.bytes_per_slot - shape.bytes_in_windows
+    assert room.num_slots * (beside + 24) + room.num_places * shape.bytes_in_windows <= gigabytes * GIB
+    assert room.num_slots >= full * 0.99, "never fewer than with all layers alike"
+
+
+def test_windows_that_no_text_exceeds_keep_everything() -> None:
+    limits = EngineLimits(max_model_len=1024, max_sequences=4, prefill_chunk=256, max_budget=64)
+    assert room_for(GEMMA_3_12B, GIB, limits) == KVRoom(GIB // GEMMA_3_12B.bytes_per_slot)
 
 
 def test_too_little_memory_names_what_would_do() -> None:
-    big = KVShape((LayerKV(kv_heads=8, dim=128),) * 30, torch.float32)
+    big, long = KVShape((LayerKV(kv_heads=8, dim=128),) * 30, torch.float32), replace(LIMITS, max_model_len=8192)
     with pytest.raises(StartupError, match="kv_cache to at least") as caught:
-        slots_for(big, GIB, max_model_len=8192, reserve=64)
+        room_for(big, GIB, long)
     enough = float(str(caught.value).split("at least ")[1].split("GiB")[0])
-    assert slots_for(big, int((enough + 0.01) * GIB), max_model_len=8192, reserve=64) >= 8192 + 64 + 1
+    assert room_for(big, int((enough + 0.01) * GIB), long).num_slots >= 8192 + MAX_NODES + 1
 
 
 def test_what_a_drafter_is_made_of_is_as_large_as_foreseen() -> None:

@@ -3,11 +3,12 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from service.engine.kv_pool import SlotPool
+from service.engine.kv_pool import KVPool, KVShape, LayerKV, SlotPool, Windows
 from service.engine.prefix_cache import PrefixCache, PrefixLease
 
 CPU = torch.device("cpu")
@@ -122,6 +123,85 @@ def test_the_null_cache_keeps_nothing() -> None:
     assert cache.worth_waiting_for("", list(range(200))) is None
 
 
+# In layers with a window, slots lose their places when no window reaches them any more.
+
+
+def with_places(window: int, num_slots: int = 100, num_places: int = 60) -> tuple[SlotPool, PrefixCache, Windows]:
+    shape = KVShape((LayerKV(1, 1, window),), torch.float32)
+    pool = KVPool(shape, num_slots, CPU, num_places=num_places).allocator()
+    assert pool.windows is not None
+    return pool, PrefixCache(CPU, windows=pool.windows), pool.windows
+
+
+def told(pool: SlotPool, cache: PrefixCache, tokens: list[int], seen: int | None = None) -> PrefixLease:
+    """Let a text come and go, whose positions before the last `seen` have lost their places. Returns its lease."""
+    lease = cache.acquire("", tokens)
+    own = pool.allocate(len(tokens) - 1 - lease.length)
+    if seen is not None:
+        row = torch.cat([torch.zeros(lease.length, dtype=torch.int64), own])
+        cache.pass_until(lease, len(tokens) - 1 - seen, row)
+    pool.free(cache.release(lease, tokens, own), placed=False)
+    return lease
+
+
+def placed(cache: PrefixCache) -> int:
+    return len(cache.held(placed=True))
+
+
+def test_the_middle_of_texts_goes_first_then_the_window_that_was_not_needed_longest() -> None:
+    pool, cache, windows = with_places(window=3)
+    first, second = list(range(10)), [0, *range(50, 59)]
+    for text in (first, second, first):
+        told(pool, cache, text)
+    assert (placed(cache), windows.places.num_free) == (18, 59 - 18)
+    cache.reclaim(1, [])
+    cache.reclaim(6, [])
+    assert (placed(cache), windows.places.num_free) == (6, 59 - 6)
+    assert [cache.known("", text) for text in (first, second, first[:8])] == [9, 9, 0]
+    cache.reclaim(1, [])
+    assert [cache.known("", text) for text in (first, second)] == [9, 0]
+    cache.reclaim(99, [])
+    assert (placed(cache), windows.places.num_free, len(cache.held())) == (0, 59, 18)
+
+
+def test_what_a_running_text_sees_keeps_its_places() -> None:
+    pool, cache, _ = with_places(window=4)
+    text = list(range(12))
+    told(pool, cache, text)
+    lease = cache.acquire("", text)
+    cache.reclaim(99, [(lease, lease.length - 3)])
+    assert placed(cache) == 3
+    cache.reclaim(99, [(lease, lease.length - 1)])
+    assert placed(cache) == 1
+    assert cache.evict(99).tolist() == []
+    assert cache.release(lease, text, slots()).tolist() == []
+
+
+def test_what_is_computed_twice_gives_the_cache_the_window_where_texts_part() -> None:
+    pool, cache, windows = with_places(window=3)
+    shared = list(range(20))
+    told(pool, cache, [*shared, 70, 71, 72, 73])
+    cache.reclaim(16, [])
+    lease = cache.acquire("", [*shared, 80, 81])
+    assert (lease.length, lease.parting) == (0, range(16, 19))
+    cache.release(lease, [], slots())
+    told(pool, cache, [*shared, *range(80, 90)], seen=3)
+    third = told(pool, cache, [*shared, *range(90, 95)], seen=3)
+    assert third.length == 19
+    assert windows.of(third.slots).tolist()[:16] == [0] * 16
+    assert (windows.of(third.slots[16:]) > 0).all()
+    assert windows.places.num_free == windows.places.capacity - placed(cache)
+
+
+def test_a_prefix_shorter_than_the_window_needs_all_of_its_places() -> None:
+    pool, cache, _ = with_places(window=8)
+    told(pool, cache, [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12])
+    assert cache.known("", [1, 2, 3, 4, 0]) == 3
+    cache.reclaim(1, [])
+    assert cache.known("", [1, 2, 3, 4, 0]) == 0
+    assert cache.known("", [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13]) == 11
+
+
 @dataclass
 class Running:
     """A text in the making: which slot holds which of its positions."""
@@ -134,8 +214,12 @@ class Running:
 class World:
     """Texts that come, grow and go, and what every slot holds: the oracle is the text itself."""
 
-    def __init__(self) -> None:
-        self.pool, self.cache = SlotPool(40, CPU), PrefixCache(CPU)
+    def __init__(self, window: int | None) -> None:
+        self.window = window or 0
+        if window is None:
+            self.pool, self.cache = SlotPool(40, CPU), PrefixCache(CPU)
+        else:
+            self.pool, self.cache, _ = with_places(window, 40, 30)
         self.running: list[Running] = []
         self.holds: dict[int, tuple[int, ...]] = {}  # tokens up to the one behind the slot's position
 
@@ -145,10 +229,12 @@ class World:
         for position, slot in enumerate(lease.slots.tolist()):
             assert self.holds[slot] == tuple(tokens[: position + 2])
         assert lease.length < len(tokens)
+        if self.pool.windows is not None:
+            assert (self.pool.windows.of(lease.slots[-self.window :]) > 0).all()
         self.running.append(Running(lease, list(tokens), []))
 
     def grow(self, text: Running, count: int, token: int) -> None:
-        count = min(count, self.pool.num_free)
+        count = min(count, self.pool.room)
         for slot in self.pool.allocate(count).tolist():
             text.own.append(slot)
             if len(text.tokens) <= text.lease.length + len(text.own):
@@ -163,13 +249,26 @@ class World:
     def end(self, text: Running) -> None:
         self._write(text)
         self.running.remove(text)
-        self.pool.free(self.cache.release(text.lease, text.tokens, slots(*text.own)))
+        self.pool.free(self.cache.release(text.lease, text.tokens, slots(*text.own)), placed=False)
+
+    def take_places(self, text: Running, count: int) -> None:
+        """Take places of one text's own slots, then of the cache's; but none that a text sees."""
+        first = {one.lease: max(0, one.lease.length + len(one.own) - self.window + 1) for one in self.running}
+        row = slots(*[0] * text.lease.length, *text.own)
+        self.cache.pass_until(text.lease, first[text.lease], row)
+        self.cache.reclaim(count, [*first.items()])
+        if count == 1:
+            self.cache.give_up_parting(text.lease, row)
+        if self.pool.windows is not None:
+            for one in self.running:
+                seen = torch.cat([*[node.slots for node in one.lease.node.upwards()][::-1], slots(*one.own)])
+                assert (self.pool.windows.of(seen[first[one.lease] :]) > 0).all()
 
     def evict(self, count: int) -> None:
         possible = self.cache.num_evictable
         given = self.cache.evict(count)
         assert given.shape[0] == min(count, possible)
-        self.pool.free(given)
+        self.pool.free(given, placed=False)
 
     def _write(self, text: Running) -> None:
         for place, slot in enumerate(text.own):
@@ -181,19 +280,26 @@ class World:
         assert sorted([*own, *held, *self.pool.free_slots().tolist()]) == list(range(1, 40))
         assert self.cache.num_evictable == len(held) - len(self.leased())
         assert self.leased() <= set(held)
+        if (windows := self.pool.windows) is not None:
+            ours = [(slots(*text.own), text.lease.placed(text.lease.length + len(text.own))) for text in self.running]
+            there = torch.cat([*[of[torch.from_numpy(which)] for of, which in ours], self.cache.held(placed=True)])
+            places = [*windows.of(there).tolist(), *windows.places.free_slots().tolist()]
+            assert sorted(places) == list(range(1, 30))
+            assert windows.of(slots(*own, *held)).count_nonzero() == len(there)
 
     def leased(self) -> set[int]:
         return {slot for text in self.running for node in text.lease.node.upwards() for slot in node.slots.tolist()}
 
 
-MOVES = st.tuples(st.integers(0, 4), st.integers(0, 7), st.integers(1, 9), st.lists(st.integers(0, 1), max_size=7))
+MOVES = st.tuples(st.integers(0, 5), st.integers(0, 7), st.integers(1, 9), st.lists(st.integers(0, 1), max_size=7))
 
 
-@given(st.lists(MOVES, max_size=60))
+@pytest.mark.parametrize("window", [None, 1, 3])
+@given(moves=st.lists(MOVES, max_size=60))
 def test_any_order_of_events_keeps_every_slot_once_and_every_text_right(
-    moves: Iterable[tuple[int, int, int, list[int]]],
+    window: int | None, moves: Iterable[tuple[int, int, int, list[int]]]
 ) -> None:
-    world = World()
+    world = World(window)
     for kind, which, count, tokens in moves:
         text = world.running[which % len(world.running)] if world.running else None
         if kind == 0 or text is None:
@@ -204,6 +310,8 @@ def test_any_order_of_events_keeps_every_slot_once_and_every_text_right(
             world.publish(text)
         elif kind == 3:
             world.end(text)
+        elif kind == 4 and window is not None:
+            world.take_places(text, count)
         else:
             world.evict(count)
         world.check()
