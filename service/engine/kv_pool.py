@@ -88,6 +88,7 @@ class KVPool:
         if num_places is not None:
             self.window_of = torch.full((every,), NULL_SLOT, dtype=torch.int64, device=device)
             self.window_of[num_slots] = num_places
+        self._heads = shape.least_heads(windowed=False), shape.least_heads(windowed=True)
         self._users: dict[range, object] = {}
         self.layers: list[Tensor] = []  # by layer; [2, places, kv_heads, dim] each
         for layer in shape.layers:
@@ -126,7 +127,7 @@ class KVPool:
 
     def groups(self, rows: AttentionRows, slots: Tensor, table: Tensor, plan: Plan) -> tuple[KVRows, ...]:
         """Plan a forward's rows for each KV group. # slots [rows], table [table rows, positions] int64"""
-        full, windowed = (self.shape.least_heads(windowed=which) for which in (False, True))
+        full, windowed = self._heads
         groups = [] if full is None else [KVRows(slots, plan(rows, table, full))]
         if windowed is None:
             return tuple(groups)
