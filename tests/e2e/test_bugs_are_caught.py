@@ -120,8 +120,8 @@ def test_a_bug_is_caught(assembly: Assembly, monkeypatch: pytest.MonkeyPatch, bu
 def test_a_slot_that_is_never_freed_is_caught(assembly: Assembly, monkeypatch: pytest.MonkeyPatch) -> None:
     true_free = SlotPool.free
 
-    def free_all_but_one(self: SlotPool, slots: Tensor) -> None:
-        true_free(self, slots[1:])
+    def free_all_but_one(self: SlotPool, slots: Tensor, *, placed: bool = True) -> None:
+        true_free(self, slots[1:], placed=placed)
 
     monkeypatch.setattr(SlotPool, "free", free_all_but_one)
     with pytest.raises(AssertionError, match="slots are lost"):
