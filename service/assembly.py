@@ -18,7 +18,7 @@ from drafters.protocol import MIN_SURVIVAL, Drafter, MemorySizes, Observer
 from drafters.registry import TrainedWeights, taps_of
 from kernels import ops
 from kernels.cpu import library
-from kernels.cpu.library import use_threads
+from kernels.cpu.library import return_large_buffers, use_threads
 from kernels.graph_runner import capture_for
 from service import __version__
 from service.config import ServiceConfig
@@ -131,6 +131,7 @@ class Assembly:
 def assemble(config: ServiceConfig, *, graphs: bool | None = None) -> Assembly:
     """Load the model, check its numerics and measure its costs. `graphs`: whether decoding is captured in CUDA graphs,
     which changes no text; by default on a GPU. Raises StartupError naming the setting to change."""
+    return_large_buffers()
     use_threads(config.num_threads)
     check_writable(config.state_dir)
     device = device_of(config.device)

@@ -9,6 +9,7 @@ import os
 import struct
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any, TypeVar
@@ -144,6 +145,17 @@ def use_threads(number: int) -> None:
 def threads_in_use() -> int:
     """Number of threads that compute for the calling thread, itself included."""
     return torch.get_num_threads() if variant() is None else call("threads_in_use")
+
+
+def return_large_buffers() -> None:
+    """Let the C library return freed buffers of 4 MiB and more to the system at once. glibc raises this bound to 32 MiB
+    by itself, and then keeps the buffers of large steps between small blocks: under changing loads a server grew by
+    gigabytes. Buffers of steps with few rows are smaller."""
+    with suppress(AttributeError):  # another C library has no such bound
+        ctypes.CDLL(None).mallopt(_MMAP_THRESHOLD, _LARGE)
+
+
+_MMAP_THRESHOLD, _LARGE = -3, 1 << 22  # the parameter's number in malloc.h, bytes
 
 
 def weight_memory(num_bytes: int) -> Tensor:

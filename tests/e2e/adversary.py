@@ -30,7 +30,6 @@ PROMPTS = [f"{place}: the river, the bridge and the market of" for place in PLAC
 PATIENCE_SECONDS = 300.0  # for one answer, where the adversary waits for each
 LARGEST_BODY = 4 * 1024**2
 GZIP = b"\x1f\x8b"  # how its bodies begin
-FILLING = 8  # prompts of 7k tokens that fill the KV pool of a server of the embedded model
 MOST_AT_ONCE = 64  # ordinary requests; twice the sequences that a server runs by default
 _SAMPLE_SECONDS = 0.2
 _numbers = count()  # make each body another one
@@ -306,8 +305,6 @@ def measured(crowd: Crowd, minutes: float) -> dict[str, Any]:
     assert crowd.alone
     seconds = minutes * 60 / (2 * len(KINDS))
     crowd.together(Adversary.ordinary, MOST_AT_ONCE, seconds)  # what a server sets aside at its first requests
-    for number in range(FILLING):  # the KV pool is planned memory, whose pages come when they are first written
-        crowd.honest.ask("/v1/completions", {"prompt": f"{number}{' word' * 7_000}", "max_tokens": 1})
     before, report = crowd.resident_mib, dict[str, Any]()
     for kind, (at_once, sequences) in KINDS.items():
         ordinary = crowd.together(Adversary.ordinary, min(MOST_AT_ONCE, at_once * sequences), seconds).figures()
