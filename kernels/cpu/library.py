@@ -148,9 +148,9 @@ def threads_in_use() -> int:
 
 
 def return_large_buffers() -> None:
-    """Let the C library return freed buffers of 16 MiB and more to the system at once. glibc raises this bound to 32 MiB
-    by itself, and then keeps the buffers of large steps between small blocks: under changing loads a server grew by
-    gigabytes. With a bound of 4 MiB steps of 64 sequences took 6 % longer, as the system clears each new page."""
+    """Let the C library return freed buffers of 16 MiB and more to the system at once. glibc raises this bound to 32
+    MiB by itself, and then keeps the buffers of large steps between small blocks: under changing loads a server grew
+    by gigabytes. With a bound of 4 MiB steps of 64 sequences took 6 % longer, as the system clears each new page."""
     with suppress(AttributeError):  # another C library has no such bound
         ctypes.CDLL(None).mallopt(_MMAP_THRESHOLD, _LARGE)
 
