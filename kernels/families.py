@@ -199,7 +199,7 @@ def gemma(config: Config) -> ModelSpec:
         replace(
             _layer(
                 config,
-                config["sliding_window"] if one == "sliding_attention" else None,
+                window,
                 softcap=config.get("attn_logit_softcapping"),
                 rope=one if kind == "gemma3_text" else "",
                 **attention,
@@ -208,7 +208,7 @@ def gemma(config: Config) -> ModelSpec:
             norms=PRE_NORM if kind == "gemma" else BOTH_NORMS,
             norm_offset=1.0,
         )
-        for one in kinds
+        for one, window in zip(kinds, windows_of(config), strict=True)
     ]
     scale = config["hidden_size"] ** 0.5
     return _model(config, layers, embedding_scale=scale, logit_softcap=config.get("final_logit_softcapping"))
@@ -223,16 +223,15 @@ def gemma4(config: Config) -> ModelSpec:
         router = Router(config["top_k_experts"], "softmax", normalised=True)
         feed_forward = replace(feed_forward, router=router, beside=True)
     width, layers = config["hidden_size_per_layer_input"], list[LayerSpec]()
-    for index, kind in enumerate(kinds):
-        windowed = kind == "sliding_attention"
+    for index, (kind, window) in enumerate(zip(kinds, windows_of(config), strict=True)):
         layer = _layer(
             {**config, **config["per_layer_config"].get(str(index), {})},
-            config["sliding_window"] if windowed else None,
+            window,
             scale=1.0,
             rope=kind,
             norms="head",
             value_norm=True,
-            keys_are_values=config["attention_k_eq_v"] and not windowed,
+            keys_are_values=config["attention_k_eq_v"] and window is None,
             source=None if index < first else max(i for i in range(first) if kinds[i] == kind),
         )
         layer = replace(layer, feed_forward=feed_forward, norms=BOTH_NORMS, norm_offset=0.0, scaled=True)

@@ -123,7 +123,7 @@ class _PerLayerEmbedding:
 
     def __init__(self, inner: nn.Module, spec: ModelSpec, ops: Ops) -> None:
         """`inner`: the model's decoder."""
-        self._table: Weight = inner.get_submodule("embed_tokens_per_layer").weight  # type: ignore[assignment]
+        self._table = matrix_of(inner.get_submodule("embed_tokens_per_layer"))
         projection = matrix_of(inner.get_submodule("per_layer_model_projection"))
         self._projection = ops.plan_linear(projection, None)
         self._norm = inner.get_submodule("per_layer_projection_norm").get_parameter("weight")
