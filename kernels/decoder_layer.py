@@ -15,7 +15,7 @@ from kernels.experts import Experts, QuantisedStack, Router, StackedWeight
 from kernels.families import AttentionSpec, FeedForwardSpec, LayerSpec, Norms
 from kernels.layers import GateForm, Heads, Product, RotaryRows, Weight, dense, join
 from kernels.ops import Ops
-from kernels.tree_attention import MAX_DEPTH, KVRows
+from kernels.tree_attention import MAX_DEPTH, AttentionForm, KVRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,9 +253,9 @@ class DecoderLayer:
     """One decoder layer: its planned weights, and the ops of their device that run it."""
 
     ops: Ops
-    attention: AttentionSpec
+    rope: str | None  # name of its rotary embedding; None: no rotation
+    form: AttentionForm
     heads: Heads
-    sinks: Tensor | None  # [query heads] float32
     norms: Norms[Tensor | None]  # [hidden] each
     residual: float  # factor on what is added to the hidden states
     query_key_value: Product
@@ -277,11 +277,12 @@ class DecoderLayer:
 
         try:
             heads = found.heads(attention, epsilon, spec.norm_offset)
+            sinks = found.vector("self_attn.sinks").float() if attention.sinks else None
             layer = DecoderLayer(
                 ops,
-                attention,
+                attention.rope,
+                AttentionForm(attention.scale, attention.window, attention.softcap, sinks),
                 heads,
-                found.vector("self_attn.sinks").float() if attention.sinks else None,
                 norms=Norms(*(None if name is None else found.vector(f"{name}.weight") for name in spec.norms)),
                 residual=spec.residual,
                 query_key_value=found.product(
@@ -314,10 +315,7 @@ class DecoderLayer:
     def rest(self, query: Tensor, hidden: Tensor, places: RowPlaces, pool: Tensor) -> Tensor:
         """Run the second part of the layer, after `store`: adds the attention output to `hidden` in place, and returns
         the feed-forward output. # query [rows, query heads, dim] -> like hidden"""
-        spec = self.attention
-        attended = places.of(spec.window).attention.attend(
-            query, pool, scale=spec.scale, window=spec.window, softcap=spec.softcap, sinks=self.sinks
-        )
+        attended = places.of(self.form.window).attention.attend(query, pool, self.form)
         delta = self._scaled(self.add_norm(self.output(attended.flatten(1)), None, self.norms.attention_output))
         x = self.add_norm(hidden, delta, self.norms.mlp_input)
         return self._scaled(self.add_norm(self.feed_forward(x, hidden), None, self.norms.mlp_output))
@@ -337,9 +335,9 @@ class DecoderLayer:
     def keep(self, x: Tensor, places: RowPlaces, pool: Tensor) -> Tensor:
         """Project normed hidden states, and store their keys and values in the pool.
         # x [rows, hidden] -> queries [rows, query heads, dim]"""
-        spec, joined = self.attention, self.query_key_value(x)
-        rotary = None if spec.rope is None else places.rotary[spec.rope]
-        return self.ops.rotary_store(joined, rotary, places.of(spec.window).slots, pool, self.heads)
+        rotary = None if self.rope is None else places.rotary[self.rope]
+        slots = places.of(self.form.window).slots
+        return self.ops.rotary_store(self.query_key_value(x), rotary, slots, pool, self.heads)
 
     def _scaled(self, delta: Tensor) -> Tensor:
         return delta if self.residual == 1 else delta.mul_(self.residual)

@@ -48,24 +48,23 @@ class AttentionRows:
     ancestors: Tensor  # [sequences, nodes, nodes] bool, [s, i, j]: j is on the path to i, itself included
 
 
+class AttentionForm(NamedTuple):
+    """What differs between layers in attention, besides sizes."""
+
+    scale: float  # factor on the scores before softmax
+    window: int | None = None  # number of last positions that a row sees; None: all
+    softcap: float | None = None  # scores are bounded to +-softcap by tanh (Gemma 2)
+    sinks: Tensor | None = None  # [query heads] float32, logits that are added to the softmax
+
+
 class Attention(Protocol):
     """The attention of one forward, planned once and run in each layer."""
 
-    def attend(
-        self,
-        query: Tensor,
-        pool: Tensor,
-        *,
-        scale: float,
-        window: int | None = None,
-        softcap: float | None = None,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
-        """Compute out = softmax(q k^T * scale) v of all rows in one layer. `window`: number of last positions that a
-        row sees; `softcap` bounds scores to +-softcap by tanh (Gemma 2); `sinks`: logits that are added to the softmax.
+    def attend(self, query: Tensor, pool: Tensor, form: AttentionForm) -> Tensor:
+        """Compute out = softmax(q k^T * scale) v of all rows in one layer.
         # query [rows, query heads, head_dim] in any layout; pool [2, slots, heads, head_dim], the layer's keys and
-        values, including those of this forward's rows; sinks [query heads] float32 -> [rows, query heads, head_dim] in
-        the query's type, summed in float32; finite even for a padding row that sees no key"""
+        values, including those of this forward's rows -> [rows, query heads, head_dim] in the query's type, summed in
+        float32; finite even for a padding row that sees no key"""
 
 
 class KVRows(NamedTuple):
@@ -91,30 +90,21 @@ class ReferenceAttention:
 
     sequences: tuple[SequenceKeys, ...]
 
-    def attend(
-        self,
-        query: Tensor,
-        pool: Tensor,
-        *,
-        scale: float,
-        window: int | None = None,
-        softcap: float | None = None,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
+    def attend(self, query: Tensor, pool: Tensor, form: AttentionForm) -> Tensor:
         """As `Attention.attend`.
-        # query [rows, query heads, head_dim]; pool [2, slots, heads, head_dim]; sinks [query heads] -> query"""
+        # query [rows, query heads, head_dim]; pool [2, slots, heads, head_dim] -> query"""
         out = torch.zeros_like(query, memory_format=torch.contiguous_format)
         for own in self.sequences:
             queries = query[own.rows].float().unflatten(1, (pool.shape[2], -1))  # [own rows, heads, group, head_dim]
             keys, values = pool[:, own.slots].float()  # [keys, heads, head_dim]
-            scores = torch.einsum("rhgd,khd->rhgk", queries, keys) * scale
-            if softcap is not None:
-                scores = torch.tanh(scores / softcap) * softcap
-            visible = own.visible if window is None else own.visible & (own.distance < window)
+            scores = torch.einsum("rhgd,khd->rhgk", queries, keys) * form.scale
+            if form.softcap is not None:
+                scores = torch.tanh(scores / form.softcap) * form.softcap
+            visible = own.visible if form.window is None else own.visible & (own.distance < form.window)
             hidden = ~visible[:, None, None]
             scores = scores.masked_fill(hidden, -math.inf)
-            if sinks is not None:
-                sink = sinks.view(*scores.shape[1:3], 1).expand(len(scores), -1, -1, -1)
+            if form.sinks is not None:
+                sink = form.sinks.view(*scores.shape[1:3], 1).expand(len(scores), -1, -1, -1)
                 scores = torch.cat([scores, sink], dim=-1)
             weights = functional.softmax(scores, dim=-1)[..., : len(keys)].masked_fill(hidden, 0.0)
             out[own.rows] = torch.einsum("rhgk,khd->rhgd", weights, values).flatten(1, 2).to(out.dtype)

@@ -19,7 +19,7 @@ from drafters.network.pool import EntryPool, EntryState, Waiting
 from drafters.network.served import ServingNetwork
 from kernels.decoder_layer import RotaryTable, RowPlaces
 from kernels.lattice import Picked
-from kernels.tree_attention import AttentionRows, KVRows
+from kernels.tree_attention import AttentionForm, AttentionRows, KVRows
 
 
 class BlockNodes(NamedTuple):
@@ -176,16 +176,7 @@ class BlockForward:
 class _StoreOnly:
     """Attention plan for rows that only write keys and values, and must not attend."""
 
-    def attend(
-        self,
-        query: Tensor,
-        pool: Tensor,
-        *,
-        scale: float,
-        window: int | None = None,
-        softcap: float | None = None,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
+    def attend(self, query: Tensor, pool: Tensor, form: AttentionForm) -> Tensor:
         raise AssertionError("rows that are only stored do not attend")
 
 

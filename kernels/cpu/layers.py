@@ -24,7 +24,7 @@ from kernels.layers import (
     spans_projection,
 )
 from kernels.layers import plan_layers as op_by_op
-from kernels.tree_attention import LOG2_E, Attention
+from kernels.tree_attention import Attention
 
 if TYPE_CHECKING:  # an import at run time would be circular
     from kernels.decoder_layer import DecoderLayer, DenseFeedForward, RowPlaces
@@ -215,11 +215,11 @@ class CompiledLayers:
 
     def __init__(self, layers: "Sequence[DecoderLayer]", pools: Sequence[Tensor], taps: Sequence[int] = ()) -> None:
         self._pools, self._taps, self._kept = pools, len(taps), list[CStruct]()
-        self._rotary = list(dict.fromkeys(layer.attention.rope for layer in layers))
+        self._rotary = list(dict.fromkeys(layer.rope for layer in layers))
         assert len(self._rotary) <= _MOST_ROTARY, f"rotary embeddings: {self._rotary}"
         columns = [taps.index(number) if number in taps else -1 for number in range(len(layers))]
         for layer, pool, column in zip(layers, pools, columns, strict=True):
-            self._kept += _structures_of(layer, pool, self._rotary.index(layer.attention.rope), column)
+            self._kept += _structures_of(layer, pool, self._rotary.index(layer.rope), column)
         self._number = len(layers)
         self.joined = as_tensor(b"".join(self._kept))
         # Intermediate results of a row: the normed input, then either queries, attention output and fused QKV product,
@@ -270,11 +270,10 @@ def _packed(layer: "DecoderLayer") -> list[PackedLinear]:
 def _structures_of(layer: "DecoderLayer", pool: Tensor, rotary: int, tap: int) -> list[CStruct]:
     """Build the C structure `DecoderLayer` of decoder.h, as consecutive parts."""
     words = [word for product in _packed(layer) for word in product.structure.words]
-    spec, gate = layer.attention, cast("DenseFeedForward", layer.feed_forward).gate
+    gate = cast("DenseFeedForward", layer.feed_forward).gate
     floats = gate.limit, layer.residual
-    keys = layer_of(pool, spec.query_heads, spec.window)
     return [
         CStruct(*words, *layer.norms, ACTIVATIONS.index(gate.activation), rotary, tap, floats=floats),
         _heads(layer.heads, *pool.shape[2:]),
-        CStruct(*keys, layer.sinks, floats=(spec.scale * LOG2_E, (spec.softcap or 0.0) * LOG2_E)),
+        layer_of(pool, layer.heads.query_heads, layer.form),
     ]

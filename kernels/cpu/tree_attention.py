@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kernels.cpu.library import CStruct, call, contiguous, halves
-from kernels.tree_attention import LOG2_E, Attention, AttentionRows
+from kernels.tree_attention import LOG2_E, Attention, AttentionForm, AttentionRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,31 +25,21 @@ class CompiledAttention:
         and width of the table."""
         return self.groups, self.groups.shape[0], self.slot_table, self.slot_table.shape[1]
 
-    def attend(
-        self,
-        query: Tensor,
-        pool: Tensor,
-        *,
-        scale: float,
-        window: int | None = None,
-        softcap: float | None = None,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
+    def attend(self, query: Tensor, pool: Tensor, form: AttentionForm) -> Tensor:
         """Compute `Attention.attend`, in the pool's type.
-        # query [rows, query heads, dim]; pool [2, slots, kv_heads, dim]; sinks [query heads] -> like query"""
-        assert sinks is None or (sinks.dtype == torch.float32 and sinks.is_contiguous()), "kernels read float32"
-        given, words = query.contiguous().to(pool.dtype), layer_of(pool, query.shape[1], window)
-        layer = _layer((*words, 0 if sinks is None else sinks.data_ptr()), scale, softcap)
+        # query [rows, query heads, dim]; pool [2, slots, kv_heads, dim] -> like query"""
+        given, layer = query.contiguous().to(pool.dtype), layer_of(pool, query.shape[1], form)
         out = torch.empty_like(given)
         call("attend", layer, self.rows, *self.groups_and_table, given, out, dtype=pool.dtype)
         return out.to(query.dtype)
 
 
-def layer_of(pool: Tensor, query_heads: int, window: int | None) -> tuple[int, ...]:
-    """Return the fields of the C structure `Layer` (ops.h) that precede its sinks.
-    # pool [2, slots, kv_heads, dim]"""
-    _, _, kv_heads, dim = pool.shape
-    return *halves(pool), query_heads, kv_heads, dim, window or 0
+def layer_of(pool: Tensor, query_heads: int, form: AttentionForm) -> CStruct:
+    """Build the C structure `Layer` of ops.h. # pool [2, slots, kv_heads, dim]"""
+    sinks = form.sinks
+    assert sinks is None or (sinks.dtype == torch.float32 and sinks.is_contiguous()), "kernels read float32"
+    words = query_heads, *pool.shape[2:], form.window or 0, 0 if sinks is None else sinks.data_ptr()
+    return _layer((*halves(pool), *words), form.scale, form.softcap)
 
 
 @lru_cache(maxsize=256)  # at least the layers of a forward

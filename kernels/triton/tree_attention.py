@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.tree_attention import LOG2_E, MAX_DEPTH, AttentionRows
+from kernels.tree_attention import LOG2_E, MAX_DEPTH, AttentionForm, AttentionRows
 
 _CHUNK = tl.constexpr(64)  # keys per product of the prefix: three stages of 128 dimensions fit into 100 KB
 _SPLIT = tl.constexpr(512)  # keys that one program sums: long contexts are spread over the device
@@ -46,22 +46,13 @@ class TilePlan:
     slot_table: Tensor  # [table rows, max positions] int64
     tile_rows: Tensor  # [tiles, rows of a tile] int64, -1 padded
 
-    def attend(
-        self,
-        query: Tensor,
-        pool: Tensor,
-        *,
-        scale: float,
-        window: int | None = None,
-        softcap: float | None = None,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
+    def attend(self, query: Tensor, pool: Tensor, form: AttentionForm) -> Tensor:
         """Same as the reference op; rows in no tile get zeros.
-        # query [rows, query heads, dim]; pool [2, slots, heads, dim]; sinks [query heads] -> query"""
+        # query [rows, query heads, dim]; pool [2, slots, heads, dim] -> query"""
         (heads, dim), query, sum_type = pool.shape[2:], query.contiguous(), torch.float32
         splits, out = triton.cdiv(self.slot_table.shape[1], _SPLIT.value), torch.zeros_like(query)
         shape = _KernelSizes(heads, query.shape[1] // heads, dim, splits)
-        bounds = (scale * LOG2_E, (softcap or 0.0) * LOG2_E, window or _NO_WINDOW)
+        bounds = (form.scale * LOG2_E, (form.softcap or 0.0) * LOG2_E, form.window or _NO_WINDOW)
         options = {**shape.schedule, "enable_fp_fusion": True}
         rows = tuple(getattr(self.rows, name) for name in AttentionRows.__slots__)
         for tiles in self.tile_rows.split(shape.tiles_at_once):
@@ -72,7 +63,7 @@ class TilePlan:
                 *inputs, sums, tops_totals, *bounds, *shape.constants(), **options
             )
             _tail_kernel[len(tiles), heads](
-                *inputs, self.rows.node_slots.shape[1], sums, tops_totals, out, sinks, *bounds, *shape.constants(),
+                *inputs, self.rows.node_slots.shape[1], sums, tops_totals, out, form.sinks, *bounds, *shape.constants(),
                 **options,
             )  # fmt: skip
         return out

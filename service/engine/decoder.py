@@ -22,7 +22,7 @@ from kernels.rows import ExtendRows
 from kernels.tree_attention import KVRows
 from service.engine.kv_pool import KVPool, Plan
 from service.engine.modules import (
-    AttentionForm,
+    LayerForms,
     ModuleLayers,
     decoder_layers,
     matrix_of,
@@ -244,7 +244,7 @@ class _Call(NamedTuple):
 class _Recorded(NamedTuple):
     """What a model's modules computed."""
 
-    forms: Sequence[AttentionForm]
+    forms: LayerForms
     calls: Sequence[_Call]  # of the layers
     logits: Tensor  # [rows, vocab]
 
@@ -265,11 +265,10 @@ def _recorded(model: PreTrainedModel, trial: _Trial) -> _Recorded:
     return _Recorded(modules.forms, calls, logits)
 
 
-def _refuse_other_options(spec: ModelSpec, forms: Sequence[AttentionForm]) -> None:
+def _refuse_other_options(spec: ModelSpec, forms: LayerForms) -> None:
     """Raise ValueError if a layer calls attention with other options than its record says."""
-    for index, (form, own) in enumerate(zip(forms, (layer.attention for layer in spec.layers), strict=True)):
-        called = form.scale, form.window, form.softcap, form.sinks is not None
-        if called != (own.scale, own.window, own.softcap, own.sinks):
+    for (index, form), own in zip(forms, (layer.attention for layer in spec.layers), strict=True):
+        if (*form[:3], form.sinks is not None) != (own.scale, own.window, own.softcap, own.sinks):
             raise ValueError(f"layer {index} calls attention with other options")
 
 

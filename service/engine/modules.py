@@ -17,22 +17,15 @@ from transformers import AttentionInterface, PreTrainedModel
 from kernels.experts import Experts, QuantisedStack, StackedWeight, plan_experts
 from kernels.layers import GateForm, Product, QuantisedWeight, Weight, gate_mul
 from kernels.ops import Ops
-from kernels.tree_attention import KVRows
+from kernels.tree_attention import AttentionForm, KVRows
 from service.engine.kv_pool import KVPool
 from service.errors import StartupError
 
 ATTENTION_NAME = "adaptree"
 
 
-@dataclass(frozen=True, slots=True)
-class AttentionForm:
-    """Options with which one layer of the model calls attention."""
-
-    layer: int  # index of the layer
-    scale: float  # factor on the scores before softmax
-    window: int | None  # sliding window, tokens
-    softcap: float | None
-    sinks: Tensor | None  # [query heads] float32
+LayerForms = list[tuple[int, AttentionForm]]
+"""Calls of attention: index of the layer, and its form."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +34,7 @@ class AttentionStep:
 
     groups: tuple[KVRows, ...]
     pool: KVPool
-    forms: list[AttentionForm] | None  # collects each layer's form in the first forward, which is checked; None later
+    forms: LayerForms | None  # collects the calls of the first forward, which is checked; None later
 
 
 class ModuleLayers:
@@ -49,7 +42,7 @@ class ModuleLayers:
     model's."""
 
     def __init__(self, model: PreTrainedModel, tap_layers: Sequence[int] = ()) -> None:
-        self.forms: list[AttentionForm] = []
+        self.forms: LayerForms = []
         self._model = model
         self._taps = FeatureTaps(decoder_layers(model), tap_layers) if tap_layers else None
 
@@ -71,7 +64,7 @@ class ModuleLayers:
             logits_to_keep=logit_rows,
             tree_step=step,
         )
-        if step.forms is not None and [form.layer for form in step.forms] != list(range(len(pool.shape.layers))):
+        if step.forms is not None and [layer for layer, _ in step.forms] != list(range(len(pool.shape.layers))):
             raise StartupError("this model has layers that do not call attention exactly once; adaptree cannot run it")
         tapped = self._taps.take(tokens.shape[0]) if self._taps else None
         return output.logits[0], tapped if features else None
@@ -122,18 +115,15 @@ def slot_attention(
     scaling, window, softcap, sinks = (options.pop(name, None) for name in _APPLIED)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     sinks = sinks.detach().float() if isinstance(sinks, Tensor) else None
-    form = AttentionForm(layer, scale, window, softcap, sinks)  # type: ignore[arg-type]  # transformers types options as Any
+    form = AttentionForm(scale, window, softcap, sinks)  # type: ignore[arg-type]  # transformers types options as Any
     if tree_step.forms is not None:
         refuse_unknown(module, {**options, "attention_mask": attention_mask}, "which adaptree does not implement")
         tree_step.pool.refuse_other_shape(layer, key, value, form.window)
-        tree_step.forms.append(form)
+        tree_step.forms.append((layer, form))
     group = tree_step.groups[0 if form.window is None else -1]
     tree_step.pool.write(layer, group.slots, key.transpose(1, 2)[0], value.transpose(1, 2)[0])
     rows, kept = query.transpose(1, 2)[0], tree_step.pool.layer(layer)
-    attended = group.attention.attend(
-        rows, kept, scale=form.scale, window=form.window, softcap=form.softcap, sinks=form.sinks
-    )
-    return attended[None], None
+    return group.attention.attend(rows, kept, form)[None], None
 
 
 _APPLIED = "scaling", "sliding_window", "softcap", "s_aux"

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from kernels.tree_attention import MAX_DEPTH, MAX_NODES, NULL_SLOT, Attention, AttentionRows
+from kernels.tree_attention import MAX_DEPTH, MAX_NODES, NULL_SLOT, Attention, AttentionForm, AttentionRows
 
 LONGEST = 1024
 Plan = Callable[..., Attention]
@@ -111,8 +111,8 @@ def attend(
     )
     out = torch.empty_like(queries)
     ordered = queries[order].to(query_dtype).to(device)
-    sinks = None if sinks is None else sinks.to(device)
-    answered = plan.attend(ordered, pool.to(device), scale=1.0, window=window, softcap=softcap, sinks=sinks)
+    form = AttentionForm(1.0, window, softcap, None if sinks is None else sinks.to(device))
+    answered = plan.attend(ordered, pool.to(device), form)
     assert answered.dtype == query_dtype, "results have the type of the queries"
     out[order] = answered.cpu().float()
     return list(out.split([length - part.start for length, part in zip(lengths, parts, strict=True)]))

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from kernels import ops
 from kernels.ops import Ops
-from kernels.tree_attention import Attention
+from kernels.tree_attention import Attention, AttentionForm
 
 _REFUSED = (
     "aten._local_scalar_dense",
@@ -121,13 +121,13 @@ class _Attention:
     def __init__(self, plan: Attention) -> None:
         self.plan = plan
 
-    def attend(self, query: Tensor, pool: Tensor, **options: Any) -> Tensor:
-        attended: Tensor = _kernel(_attend)(self, query, pool, **options)
+    def attend(self, query: Tensor, pool: Tensor, form: AttentionForm) -> Tensor:
+        attended: Tensor = _kernel(_attend)(self, query, pool, form)
         return attended
 
 
-def _attend(attention: _Attention, query: Tensor, pool: Tensor, **options: Any) -> Tensor:
-    return attention.plan.attend(query, pool, **options)
+def _attend(attention: _Attention, query: Tensor, pool: Tensor, form: AttentionForm) -> Tensor:
+    return attention.plan.attend(query, pool, form)
 
 
 def _kernel(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kernels.cpu.library import use_threads
 from kernels.ops import Ops
-from kernels.tree_attention import MAX_DEPTH, MAX_NODES, AttentionRows
+from kernels.tree_attention import MAX_DEPTH, MAX_NODES, AttentionForm, AttentionRows
 from kernels.triton.tree_attention import plan_attention
 from tests.kernels.attention_parts import (
     LONGEST,
@@ -111,7 +111,7 @@ def test_no_rows(on_cpu: Ops) -> None:
         node_slots=none.view(0, 0), node_depths=none.view(0, 0), ancestors=none.view(0, 0, 0).bool(),
     )  # fmt: skip
     plan = on_cpu.plan_attention(rows, torch.zeros(3, 9, dtype=torch.int64), query_heads=4, kv_heads=2)
-    assert plan.attend(torch.zeros(0, 4, 16), torch.zeros(2, 5, 2, 16), scale=1.0).shape == (0, 4, 16)
+    assert plan.attend(torch.zeros(0, 4, 16), torch.zeros(2, 5, 2, 16), AttentionForm(1.0)).shape == (0, 4, 16)
 
 
 @pytest.mark.parametrize(("window", "sinking"), [(None, False), (150, True)])
@@ -179,7 +179,7 @@ def test_a_row_that_sees_nothing_gets_numbers(anywhere: tuple[Ops, str]) -> None
     plan = ops.plan_attention(rows, table, query_heads=4, kv_heads=2)
     pool = torch.full((2, 4, 2, 16), 3.0, device=device)
     for sinks in (None, zeros[0].float().expand(4).contiguous()):
-        assert plan.attend(torch.ones(1, 4, 16, device=device), pool, scale=1.0, sinks=sinks).isfinite().all()
+        assert plan.attend(torch.ones(1, 4, 16, device=device), pool, AttentionForm(1.0, sinks=sinks)).isfinite().all()
 
 
 # The device's tree attention against plain attention in double precision, and a row's bits alone and in company.
@@ -362,17 +362,8 @@ class _Reordered:
         others = {name: getattr(rows, name) for name in AttentionRows.__slots__ if name not in mixed}
         self._plan = plan_attention(AttentionRows(**mixed, **others), slot_table, **sizes)
 
-    def attend(
-        self,
-        query: Tensor,
-        pool: Tensor,
-        *,
-        scale: float,
-        window: int | None = None,
-        softcap: float | None = None,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
-        mixed = self._plan.attend(query[self._order], pool, scale=scale, window=window, softcap=softcap, sinks=sinks)
+    def attend(self, query: Tensor, pool: Tensor, form: AttentionForm) -> Tensor:
+        mixed = self._plan.attend(query[self._order], pool, form)
         out = torch.full_like(query, torch.nan)
         out[self._order] = mixed
         return out

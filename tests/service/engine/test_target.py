@@ -14,7 +14,7 @@ from drafters.tree import DraftTree
 from kernels import ops
 from kernels.layers import Product
 from kernels.rows import ExtendRows
-from kernels.tree_attention import NULL_SLOT, Attention
+from kernels.tree_attention import NULL_SLOT, Attention, AttentionForm
 from service.engine.kv_pool import KVPool, SlotPool, SlotTable
 from service.engine.measuring import check
 from service.engine.modules import AttentionStep, decoder_layers, replace_linears, slot_attention
@@ -272,8 +272,8 @@ def test_attention_that_depends_on_company_is_noticed(monkeypatch: pytest.Monkey
         def __init__(self, plan: Attention) -> None:
             self._plan = plan
 
-        def attend(self, query: Tensor, pool: Tensor, **how: Any) -> Tensor:
-            return self._plan.attend(query, pool, **how) * (1 + 1e-6 * (query.shape[0] % 5))
+        def attend(self, query: Tensor, pool: Tensor, form: AttentionForm) -> Tensor:
+            return self._plan.attend(query, pool, form) * (1 + 1e-6 * (query.shape[0] % 5))
 
     table = ops.on(torch.device("cpu"))
     true_plan = table.plan_attention
