@@ -31,6 +31,7 @@ from kernels.layers import (
     plan_linear,
     rotary_store,
 )
+from kernels.recurrence import advance_states, gated_rms_norm
 from kernels.rows import lay_out_rows
 from kernels.sample import choose_likeliest, gumbel_noise_of, sample
 from kernels.settle import settle
@@ -52,6 +53,8 @@ class Ops:
     gate_mul = staticmethod(gate_mul)
     choose_experts = staticmethod(choose_experts)
     plan_experts = staticmethod(plan_experts)
+    advance_states = staticmethod(advance_states)
+    gated_rms_norm = staticmethod(gated_rms_norm)
     plan_layers = staticmethod(plan_layers)
     lay_out_rows = staticmethod(lay_out_rows)
     plan_attention = staticmethod(plan_attention)
