@@ -14,7 +14,8 @@ from service.text.tokenizer import TEMPLATE_ERRORS
 _GGUF_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
 _GGUF_NAMES = frozenset(
     {"</s>", "<|endoftext|>", "<|end_of_text|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|eot_id|>", "<|eom_id|>"}
-    | {"<EOT>", "_<EOT>", "\u2581<EOT>", "[EOT]", "<\uff5cend\u2581of\u2581sentence\uff5c>", "<end_of_utterance>"}
+    | {"<EOT>", "_<EOT>", "\u2581<EOT>", "[EOT]", "<\uff5cend\u2581of\u2581sentence\uff5c>", "<turn|>"}
+    | {"<end_of_utterance>"}
 )
 """Names of control tokens that llama.cpp treats as end tokens; older files name only one by key."""
 _FIRST, _ANSWER, _SECOND = "What is first?", "An answer.", "What is second?"

@@ -20,7 +20,7 @@ def config_of(file: GGUFFile) -> PreTrainedConfig:
     """Build the transformers config of a file. Raises StartupError for unsupported architectures, keys and values."""
     try:
         return _config(architecture_of(file), Metadata(file), file)
-    except (TypeError, ArithmeticError, StrictDataclassError) as error:
+    except (TypeError, ValueError, ArithmeticError, StrictDataclassError) as error:
         raise StartupError(
             f"{file.path.name}: a key has a value of the wrong type ({error}); convert the model again"
         ) from error
@@ -67,10 +67,10 @@ def _common(architecture: Architecture, keys: Metadata, file: GGUFFile) -> Value
     return {
         "hidden_size": hidden,
         "num_attention_heads": heads,
-        "num_key_value_heads": keys.take("attention.head_count_kv", heads),
+        "num_key_value_heads": keys.take("attention.head_count_kv", heads, by_layer=architecture.layers_differ),
         "head_dim": head_dim,
         "num_hidden_layers": keys.need("block_count"),
-        "intermediate_size": keys.need("feed_forward_length"),
+        "intermediate_size": keys.need("feed_forward_length", by_layer=architecture.layers_differ),
         "max_position_embeddings": keys.need("context_length"),
         epsilon: keys.need(key),
         "vocab_size": embedding.shape[0],

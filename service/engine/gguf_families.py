@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from service.engine.gguf_reader import GGUFFile
 from service.errors import StartupError
 
@@ -47,9 +49,9 @@ class Metadata:
         """Ignore all keys with these prefixes."""
         self._unread = {name: value for name, value in self._unread.items() if not name.startswith(prefixes)}
 
-    def need(self, name: str) -> Any:
-        """Read a required key. Raises StartupError if it is missing."""
-        value = self.take(name)
+    def need(self, name: str, *, by_layer: bool = False) -> Any:
+        """Read a required key, as `take` does. Raises StartupError if it is missing."""
+        value = self.take(name, by_layer=by_layer)
         if value is None:
             raise StartupError(f"{self._file}: key {self.prefix}{name} is missing; convert the model again")
         return value
@@ -80,27 +82,34 @@ class Architecture:
 
     model_type: str  # name of the architecture in transformers
     tensors: Mapping[str, str] | None = None
-    """Layer modules by tensor name that differ from `_LAYER`, or parameters if the name ends in `.weight` or
-    `.bias`."""
+    """Layer modules by tensor name that differ from `_LAYER`, or parameters if the name ends in `.weight`, `.bias` or
+    `.scale`."""
     more: Callable[[Values, Metadata, GGUFFile], Values] | None = None
     """Computes additional config fields from the common ones, the metadata and the file."""
     epsilon: tuple[str, str] = ("attention.layer_norm_rms_epsilon", "rms_norm_eps")  # key and config field
     rotary_part: bool = False  # rotary embeddings may cover a part of each head
     pairs_adjacent: bool = False  # whether rotary pairs are interleaved in the file
+    layers_differ: bool = False  # KV heads and feed-forward lengths may differ between layers
     norms_plus_one: bool = False  # whether norm weights are stored as 1 + weight
 
     def names(self, num_layers: int) -> dict[str, str]:
         """Map tensor names to parameter names of transformers, whether or not the model has them. Tensors of experts
         are not among them."""
         layer = {**_LAYER, **(self.tensors or {})}
-        names = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+        names = dict(_MODEL)
         for index in range(num_layers):
             names |= {f"blk.{index}.{theirs}": f"model.layers.{index}.{ours}" for theirs, ours in layer.items()}
-        whole = {theirs: ours for theirs, ours in names.items() if theirs.endswith((".weight", ".bias"))}
+        whole = {theirs: ours for theirs, ours in names.items() if theirs.endswith((".weight", ".bias", ".scale"))}
         modules = names.items() - whole.items()
         return whole | {f"{theirs}.{kind}": f"{ours}.{kind}" for theirs, ours in modules for kind in ("weight", "bias")}
 
 
+_MODEL = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+_MODEL |= {
+    "per_layer_token_embd": "model.embed_tokens_per_layer",
+    "per_layer_proj_norm": "model.per_layer_projection_norm",
+}
+_MODEL |= {"per_layer_model_proj": "model.per_layer_model_projection"}
 _LAYER = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
@@ -118,7 +127,14 @@ _HEAD_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_no
 _POST_NORM = {"post_attention_norm": "post_attention_layernorm"}
 _POST_NORMS = _POST_NORM | {"post_ffw_norm": "post_feedforward_layernorm"}
 _GEMMA_NORMS = _POST_NORMS | {"ffn_norm": "pre_feedforward_layernorm"}
+_GEMMA4 = {"inp_gate": "per_layer_input_gate", "proj": "per_layer_projection", "post_norm": "post_per_layer_input_norm"}
+_GEMMA4 |= {"layer_output_scale.weight": "layer_scalar", "pre_ffw_norm_2": "pre_feedforward_layernorm_2"}
+_GEMMA4 |= {f"post_ffw_norm_{part}": f"post_feedforward_layernorm_{part}" for part in (1, 2)}
+_GEMMA4 |= {"ffn_gate_inp": "router.proj", "ffn_gate_inp.scale": "router.scale"}
+_GEMMA4 |= {"ffn_down_exps.scale": "router.per_expert_scale"}
 _GATE = {"ffn_gate_inp": "mlp.gate"}
+_FUSED_GATE = {"ffn_up": "mlp.gate_up_proj"}
+_GLM4 = {"post_attention_norm": "post_self_attn_layernorm", "post_ffw_norm": "post_mlp_layernorm"}
 _GLM4_MOE = {f"ffn_{name}_shexp": f"mlp.shared_experts.{name}_proj" for name in ("gate", "up", "down")}
 _GLM4_MOE |= _HEAD_NORMS | _GATE | _POST_NORM | {"exp_probs_b.bias": "mlp.gate.e_score_correction_bias"}
 _GPT_OSS = _POST_NORM | {"attn_sinks.weight": "self_attn.sinks", "ffn_gate_inp": "mlp.router"}
@@ -140,9 +156,9 @@ def _llama(values: Values, keys: Metadata, file: GGUFFile) -> Values:
     return {"model_type": "mixtral", **_experts(keys, "num_local_experts"), "sliding_window": None}
 
 
-def _experts(keys: Metadata, name: str) -> Values:
-    """Config fields for the number of experts, called `name`, and of those that are chosen for a token."""
-    return {name: keys.need("expert_count"), "num_experts_per_tok": keys.need("expert_used_count")}
+def _experts(keys: Metadata, name: str, chosen: str = "num_experts_per_tok") -> Values:
+    """Config fields for the number of experts, called `name`, and of those that are `chosen` for a token."""
+    return {name: keys.need("expert_count"), chosen: keys.need("expert_used_count")}
 
 
 def _mistral3(values: Values, keys: Metadata, file: GGUFFile) -> Values:
@@ -222,15 +238,51 @@ def _gemma2(values: Values, keys: Metadata, file: GGUFFile) -> Values:
 
 
 def _gemma3(values: Values, keys: Metadata, file: GGUFFile) -> Values:
-    """Config fields of Gemma 3. Rotary scaling applies only to layers without a window. Keys of the vision tower are
-    ignored."""
+    """Config fields of Gemma 3. Keys of the vision tower are ignored."""
     keys.drop("mm.", "vision.")
+    return _gemma_windows(values, keys) | {"query_pre_attn_scalar": _gemma_scalar(values)}
+
+
+def _gemma_windows(values: Values, keys: Metadata) -> Values:
+    """Config fields of Gemma 3 and 4. Rotary scaling applies only to layers without a window."""
     return {
         "sliding_window": keys.need("attention.sliding_window"),
         "final_logit_softcapping": keys.take("final_logit_softcapping", 0.0) or None,
-        "query_pre_attn_scalar": _gemma_scalar(values),
         "layer_types": _layer_types(values, keys, period=6),
         "rope_parameters": _rope_by_layer(values, keys.take("rope.freq_base_swa", _LOCAL_THETA)),
+    }
+
+
+def _gemma4(values: Values, keys: Metadata, file: GGUFFile) -> Values:
+    """Config fields of Gemma 4. Layers without a window have other heads, and may lack a projection of values; the
+    last layers read the keys and values of earlier ones, and may have wider feed-forwards. Which columns of a head
+    rotate is said by `rope_freqs.weight`."""
+    windows, windowed = _gemma_windows(values, keys), keys.need("attention.key_length_swa")
+    kinds, dims = windows["layer_types"], {"full_attention": values["head_dim"], "sliding_attention": windowed}
+    if kinds[-1] != "full_attention":
+        raise keys.refuse("attention.sliding_window_pattern", kinds)
+    for name in ("attention.value_length_swa", "rope.dimension_count_swa"):
+        keys.expect(name, windowed)
+    lists = (np.broadcast_to(values[name], len(kinds)) for name in ("num_key_value_heads", "intermediate_size"))
+    heads, widths = (one.tolist() for one in lists)
+    is_sparse = bool(file.fields.get(f"{keys.prefix}expert_count"))
+    return {
+        **windows,
+        "per_layer_config": {
+            index: {"head_dim": dims[kind], "num_key_value_heads": own}
+            for index, (kind, own) in enumerate(zip(kinds, heads, strict=True))
+        },
+        "head_dim": windowed,
+        "num_key_value_heads": heads[0],
+        "attention_k_eq_v": f"blk.{kinds.index('full_attention')}.attn_v.weight" not in file.tensors,
+        "num_kv_shared_layers": keys.take("attention.shared_kv_layers", 0),
+        "intermediate_size": widths[0],
+        "use_double_wide_mlp": widths[-1] != widths[0],
+        "hidden_size_per_layer_input": keys.take("embedding_length_per_layer_input", 0),
+        "vocab_size_per_layer_input": values["vocab_size"],
+        "enable_moe_block": is_sparse,
+        **(_experts(keys, "num_experts", "top_k_experts") if is_sparse else {}),
+        "moe_intermediate_size": keys.take("expert_feed_forward_length"),
     }
 
 
@@ -300,27 +352,14 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "gemma": Architecture("gemma", norms_plus_one=True),
     "gemma2": Architecture("gemma2", tensors=_GEMMA_NORMS, more=_gemma2, norms_plus_one=True),
     "gemma3": Architecture("gemma3_text", tensors=_HEAD_NORMS | _GEMMA_NORMS, more=_gemma3, norms_plus_one=True),
-    "phi3": Architecture(
-        "phi3",
-        tensors={"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
-        more=_phi3,
-        rotary_part=True,
-    ),
+    "gemma4": Architecture("gemma4_text", _HEAD_NORMS | _GEMMA_NORMS | _GEMMA4, more=_gemma4, layers_differ=True),
+    "phi3": Architecture("phi3", _FUSED_GATE | {"attn_qkv": "self_attn.qkv_proj"}, more=_phi3, rotary_part=True),
     "smollm3": Architecture("smollm3", more=_biases, pairs_adjacent=True),
     "granite": Architecture("granite", more=_granite, pairs_adjacent=True),
     "olmo2": Architecture("olmo2", tensors=_HEAD_NORMS | _POST_NORMS, more=_olmo2),
     "exaone4": Architecture("exaone4", tensors=_HEAD_NORMS | _POST_NORMS, more=_exaone4),
     "cohere2": Architecture("cohere2", more=_cohere2, epsilon=("attention.layer_norm_epsilon", "layer_norm_eps")),
-    "glm4": Architecture(
-        "glm4",
-        tensors={
-            "post_attention_norm": "post_self_attn_layernorm",
-            "post_ffw_norm": "post_mlp_layernorm",
-            "ffn_up": "mlp.gate_up_proj",
-        },
-        more=_biases,
-        rotary_part=True,
-    ),
+    "glm4": Architecture("glm4", _FUSED_GATE | _GLM4, more=_biases, rotary_part=True),
     "glm4moe": Architecture("glm4_moe", tensors=_GLM4_MOE, more=_glm4_moe, rotary_part=True),
     "gpt-oss": Architecture("gpt_oss", tensors=_GPT_OSS, more=_gpt_oss),
     "starcoder2": Architecture(

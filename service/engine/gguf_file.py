@@ -44,7 +44,7 @@ def load_gguf(
     places = _places(architecture, model)
     elsewhere = _take_experts(model, file, counts, in_blocks) | set(LONG_FACTORS.values())
     for name, tensor in file.tensors.items():
-        if name in elsewhere or name.startswith(_of_a_drafter(config)):
+        if name in elsewhere or name.startswith(_unused(config)):
             continue
         try:
             ordered = _as_transformers_has_it(tensor, name, config, architecture)
@@ -72,10 +72,13 @@ def _places(architecture: Architecture, model: PreTrainedModel) -> dict[str, str
     return {theirs: ours for theirs, ours in names.items() if ours in held}
 
 
-def _of_a_drafter(config: PreTrainedConfig) -> tuple[str, ...]:
-    """Prefixes of tensors after the last layer that belong to a drafter, which llama.cpp does not run either."""
-    first = config.num_hidden_layers
-    return tuple(f"blk.{first + index}." for index in range(getattr(config, "num_mtp_layers", 0)))
+def _unused(config: PreTrainedConfig) -> tuple[str, ...]:
+    """Prefixes of tensors that llama.cpp does not run either: those after the last layer, of a drafter, and keys and
+    values of layers that read those of earlier ones."""
+    last = config.num_hidden_layers
+    readers = range(last - getattr(config, "num_kv_shared_layers", 0), last)
+    drafter = [f"blk.{last + index}." for index in range(getattr(config, "num_mtp_layers", 0))]
+    return (*drafter, *(f"blk.{index}.attn_{name}" for index in readers for name in ("k", "v")))
 
 
 def _take_experts(model: PreTrainedModel, file: GGUFFile, counts: Counter[str], in_blocks: bool) -> set[str]:
@@ -181,11 +184,12 @@ def _as_transformers_has_it(
 
 
 def _scale_frequencies(model: PreTrainedModel, factors: GGUFTensor) -> str:
-    """Divide the model's rotary frequencies by the file's factors. Returns the name of their dtype.
-    # factors [rotary_dim / 2]"""
-    frequencies = dict(model.get_decoder().named_buffers()).get("rotary_emb.inv_freq")
+    """Divide the model's rotary frequencies, those of layers without a window, by the file's factors. Returns the name
+    of their dtype. # factors [rotary_dim / 2]"""
+    buffers = dict(model.get_decoder().named_buffers())
+    frequencies = buffers.get("rotary_emb.inv_freq", buffers.get("rotary_emb.full_attention_inv_freq"))
     if frequencies is None:
-        raise ValueError("this model has separate rotary frequencies for each layer type")
+        raise ValueError("this model has no rotary frequencies")
     frequencies /= numbers(factors).view_as(frequencies)
     return str(frequencies.dtype).removeprefix("torch.")
 

@@ -87,11 +87,13 @@ class _Tokens(NamedTuple):
 def tokenizer_of(fields: Mapping[str, object]) -> PreTrainedTokenizerFast:
     """Build the tokenizer from a file's metadata. Raises StartupError for unknown kinds and inconsistent lists."""
     kind = fields.get(_KEY + "model")
-    if kind not in ("gpt2", "llama"):
-        raise _refused("model", f"it is {kind!r}; adaptree reads 'gpt2' (byte-level BPE) and 'llama' (SentencePiece)")
-    tokens = _tokens(fields, is_sentencepiece=kind == "llama")
+    if kind not in ("gpt2", "llama", "gemma4"):
+        raise _refused(
+            "model", f"it is {kind!r}; adaptree reads 'gpt2' (byte-level BPE), 'llama' and 'gemma4' (pieces)"
+        )
+    tokens = _tokens(fields, is_sentencepiece=kind != "gpt2")
     try:
-        backend = _sentencepiece(fields, tokens) if kind == "llama" else _byte_level(fields, tokens)
+        backend = _byte_level(fields, tokens) if kind == "gpt2" else _sentencepiece(fields, tokens)
     except StartupError:
         raise
     except Exception as error:  # tokenizers raises plain Exception
@@ -129,8 +131,7 @@ def _byte_level(fields: Mapping[str, object], tokens: _Tokens) -> Tokenizer:
     if name not in _CUT_OF:
         raise _refused("pre", f"unknown pre-tokenizer {name!r}; supported: {', '.join(sorted(_CUT_OF))}")
     vocab = _used(tokens)
-    merges = [merge.partition(" ")[::2] for merge in _list(fields, "merges", str)]
-    backend = Tokenizer(BPE(vocab=vocab, merges=merges, ignore_merges=name in _WHOLE_WORDS))
+    backend = Tokenizer(BPE(vocab=vocab, merges=_merges(fields), ignore_merges=name in _WHOLE_WORDS))
     cuts = [pre_tokenizers.Split(Regex(cut), "isolated") for cut in _CUT_OF[name]]
     backend.pre_tokenizer = pre_tokenizers.Sequence(
         [*cuts, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
@@ -140,26 +141,39 @@ def _byte_level(fields: Mapping[str, object], tokens: _Tokens) -> Tokenizer:
 
 
 def _sentencepiece(fields: Mapping[str, object], tokens: _Tokens) -> Tokenizer:
-    """Build a SentencePiece BPE tokenizer with byte fallback: pairs are merged in the order of the merged token's
-    score. Unlike in llama.cpp, text is never merged to a control token."""
-    scores = _list(fields, "scores", float, len(tokens.names))
-    made = {name: score for name, score, kind in zip(tokens.names, scores, tokens.types, strict=True) if kind in _TEXT}
-    merges = [
-        (name[:cut], name[cut:])
-        for name in sorted(made, key=made.__getitem__, reverse=True)
-        for cut in range(1, len(name))
-        if name[:cut] in made and name[cut:] in made
-    ]
-    vocab = _used(tokens)
+    """Build a SentencePiece BPE tokenizer with byte fallback. Pairs are merged in the order of the merged token's
+    score, or of the file's merges, and then within lines. Unlike in llama.cpp, text is never merged to a control
+    token."""
+    is_merged = fields[_KEY + "model"] == "gemma4"
+    merges, vocab = _merges(fields) if is_merged else _merges_by_score(fields, tokens), _used(tokens)
     backend = Tokenizer(
         BPE(vocab=vocab, merges=merges, unk_token=tokens.named.get("unk_token"), fuse_unk=True, byte_fallback=True)
     )
     begins_with_blank = fields.get(_KEY + "add_space_prefix", True)
     blanks = normalizers.Replace(" ", _BLANK)
+    if is_merged:
+        backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"\n+"), "isolated")
     backend.normalizer = normalizers.Sequence([normalizers.Prepend(_BLANK), blanks]) if begins_with_blank else blanks
     steps = [decoders.Replace(_BLANK, " "), decoders.ByteFallback(), decoders.Fuse()]
     backend.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if begins_with_blank else steps)
     return backend
+
+
+def _merges(fields: Mapping[str, object]) -> list[tuple[str, str]]:
+    """Read the file's pairs of tokens, in the order in which they are merged."""
+    return [(left, right) for left, _, right in (one.partition(" ") for one in _list(fields, "merges", str))]
+
+
+def _merges_by_score(fields: Mapping[str, object], tokens: _Tokens) -> list[tuple[str, str]]:
+    """List all pairs of tokens that make a token, by the score of what they make."""
+    scores = _list(fields, "scores", float, len(tokens.names))
+    made = {name: score for name, score, kind in zip(tokens.names, scores, tokens.types, strict=True) if kind in _TEXT}
+    return [
+        (name[:cut], name[cut:])
+        for name in sorted(made, key=made.__getitem__, reverse=True)
+        for cut in range(1, len(name))
+        if name[:cut] in made and name[cut:] in made
+    ]
 
 
 def _used(tokens: _Tokens) -> dict[str, int]:

@@ -291,11 +291,12 @@ def weights_of(module: nn.Module) -> dict[str, Weight | QuantisedStack]:
 
 
 def keeps_blocks(model: nn.Module) -> bool:
-    """Whether all linear layers, embeddings and experts are kept in quantised blocks."""
+    """Whether all linear layers but routers, embeddings and experts are kept in quantised blocks."""
     dense = nn.Linear | nn.Embedding
     return not any(
-        isinstance(module, dense) or (is_experts(module) and not isinstance(module, QuantisedExperts))
-        for module in model.modules()
+        (isinstance(module, dense) and ".router." not in name)
+        or (is_experts(module) and not isinstance(module, QuantisedExperts))
+        for name, module in model.named_modules()
     )
 
 

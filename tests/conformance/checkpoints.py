@@ -138,28 +138,19 @@ _PHI35 = _LONGROPE | _ALL_HEADS | _rope(1e4, "longrope", **_factors(32))
 _PHI4 = _LONGROPE | _TIED | _rope(1e4, "longrope", partial_rotary_factor=0.75, **_factors(24))
 _GEMMA4_ROPE = _by_layers(_rope(1e6, "proportional", partial_rotary_factor=0.25)["rope_parameters"], _DEFAULT[1e4])
 _GEMMA4_WHOLE = _by_layers(_rope(1e6, "proportional", partial_rotary_factor=1.0)["rope_parameters"], _DEFAULT[1e4])
-_GEMMA4: Values = {
-    **_TIED,
-    "pad_token_id": 0,
-    **_WINDOWED,
-    **_GEMMA4_ROPE,
-    "head_dim": 64,
-    "global_head_dim": 128,
-    "num_hidden_layers": 6,
-}
+_GEMMA4: Values = {**_TIED, "pad_token_id": 0, **_WINDOWED, **_GEMMA4_ROPE, "head_dim": 64, "global_head_dim": 128}
 _GEMMA4 |= {"layer_types": (["sliding_attention"] * 2 + ["full_attention"]) * 2, "final_logit_softcapping": 6.0}
-_GEMMA4_EDGE = _GEMMA4 | {"hidden_size_per_layer_input": 32, "vocab_size_per_layer_input": VOCAB_SIZE}
-_GEMMA4_EDGE |= {"num_kv_shared_layers": 3, "use_double_wide_mlp": True, "num_key_value_heads": 1}
-_GEMMA4_LARGE = _GEMMA4 | {"hidden_size_per_layer_input": 0, "attention_k_eq_v": True, "num_global_key_value_heads": 1}
-_GEMMA4_MOE = _GEMMA4_LARGE | {"enable_moe_block": True, "num_experts": 16, "top_k_experts": 4}
-_GEMMA4_MOE |= {"moe_intermediate_size": 128}
-_GEMMA4_PLAIN: Options = {
-    "partial rope": _GEMMA4_WHOLE,
-    "final_softcapping": {"final_logit_softcapping": None},
-    **_NO_WINDOWS,
-}
-_UNNORMED_SCORES: Options = {"sum of scores": {"norm_topk_prob": False}}
+_GEMMA4 |= {"num_hidden_layers": 6}
+_EDGE4 = _GEMMA4 | {"hidden_size_per_layer_input": 32, "vocab_size_per_layer_input": VOCAB_SIZE}
+_EDGE4 |= {"num_kv_shared_layers": 3, "use_double_wide_mlp": True, "num_key_value_heads": 1}
+_LARGE4 = _GEMMA4 | {"hidden_size_per_layer_input": 0, "attention_k_eq_v": True, "num_global_key_value_heads": 1}
+_MOE4 = _LARGE4 | {"enable_moe_block": True, "num_experts": 16, "top_k_experts": 4, "moe_intermediate_size": 128}
+_PLAIN4: Options = {"partial rope": _GEMMA4_WHOLE, "final_softcapping": {"final_logit_softcapping": None}}
+_PLAIN4 |= _NO_WINDOWS
 _FEWER_EXPERTS: Options = {"experts": {"num_experts_per_tok": 1}}
+_QWEN3_MOE_PLAIN: Options = {**_UNNORMED, "sum of scores": {"norm_topk_prob": False}, **_FEWER_EXPERTS}
+_GLM45_PLAIN: Options = {"scale": {"routed_scaling_factor": 1.0}, **_UNNORMED}
+_FEWER4: Options = {"experts": {"top_k_experts": 1}}
 _GPT_OSS_FILE = _GPT_OSS | {"swiglu_limit": 7.0}  # which files do not say
 _GPT_OSS_ALL = _GPT_OSS_FILE | {"num_experts_per_tok": 16}  # no rounding chooses others
 _GPT_OSS_PLAIN: Options = {"sinks": "sinks", "biases": "bias", "windows": _WIDE, **_FEWER_EXPERTS}
@@ -196,29 +187,25 @@ CHECKPOINTS = (
     Checkpoint("GLM-4", "0414", "glm4", {"head_dim": 64}, {"qkv bias": "proj.bias", **_WHOLE_ROPE}, "glm4"),
     Checkpoint("StarCoder2", "", "starcoder2", _TIED | _rope(1e5), {"biases": "bias", **_UNTIED}, "starcoder2"),
     Checkpoint("StarCoder2", "window", "starcoder2", _WINDOWED, {"window": _NO_WINDOW}),
-    Checkpoint("Gemma 3", "in a multimodal model", "gemma3_text", _GEMMA3, _GEMMA3_PLAIN, within="gemma3"),
+    Checkpoint("Gemma 3", "in a multimodal model", "gemma3_text", _GEMMA3, _GEMMA3_PLAIN, "gemma3", within="gemma3"),
     Checkpoint("Mistral Small 3", "", "mistral", _NO_WINDOW | {"head_dim": 32}, _BASE, "mistral3", within="mistral3"),
     Checkpoint("Ministral 3", "", "ministral3", _MINISTRAL3, _UNSCALED_QUERIES, "mistral3", within="mistral3"),
     Checkpoint("Phi-3.5", "longrope", "phi3", _PHI35, {"longrope": _rope()}, "phi3"),
     Checkpoint("Phi-4 mini", "longrope", "phi3", _PHI4, {"longrope": _rope(partial_rotary_factor=0.75)}, "phi3"),
     Checkpoint("Mixtral", "", "mixtral", _MIXTRAL, _FEWER_EXPERTS | _USUAL_BASE, "llama"),
-    Checkpoint(
-        "Qwen3, experts", "", "qwen3_moe", _QWEN3_MOE, _UNNORMED | _UNNORMED_SCORES | _FEWER_EXPERTS, "qwen3moe"
-    ),
+    Checkpoint("Qwen3, experts", "", "qwen3_moe", _QWEN3_MOE, _QWEN3_MOE_PLAIN, "qwen3moe"),
     Checkpoint("OLMoE", "", "olmoe", _OLMOE, _UNNORMED | _FEWER_EXPERTS, "olmoe"),
     Checkpoint("GLM-4.5", "Air", "glm4_moe", _GLM45, {"qkv bias": "proj.bias", **_FEWER_EXPERTS}, "glm4moe"),
-    Checkpoint(
-        "GLM-4.5", "", "glm4_moe", _GLM45_FULL, {"scale": {"routed_scaling_factor": 1.0}, **_UNNORMED}, "glm4moe"
-    ),
+    Checkpoint("GLM-4.5", "", "glm4_moe", _GLM45_FULL, _GLM45_PLAIN, "glm4moe"),
     Checkpoint("gpt-oss", "", "gpt_oss", _GPT_OSS, {"sinks": "sinks", "biases": "bias", "windows": _WIDE}),
     Checkpoint("gpt-oss", "plain rope", "gpt_oss", _GPT_OSS_FILE | _rope(150_000.0), _GPT_OSS_PLAIN, "gpt-oss"),
     Checkpoint("gpt-oss", "YaRN", "gpt_oss", _GPT_OSS_ALL, _BORDERS, "gpt-oss", "it rounds the borders of YaRN"),
     Checkpoint("EXAONE 4", "1.2B", "exaone4", _EXAONE4 | _EXAONE4_FULL, _UNNORMED, "exaone4"),
     Checkpoint("EXAONE 4", "", "exaone4", _EXAONE4, {"windows": _EXAONE4_FULL}, "exaone4", "only with 64 layers"),
     Checkpoint("Command R7B", "", "cohere2", _COHERE2, {"logit_scale": {"logit_scale": 1.0}, **_NO_WINDOWS}, "cohere2"),
-    Checkpoint("Gemma 4", "per-layer embeddings", "gemma4_text", _GEMMA4_EDGE, _GEMMA4_PLAIN, within="gemma4"),
-    Checkpoint("Gemma 4", "dense", "gemma4_text", _GEMMA4_LARGE, _GEMMA4_PLAIN, within="gemma4"),
-    Checkpoint("Gemma 4", "experts", "gemma4_text", _GEMMA4_MOE, {"experts": {"top_k_experts": 1}}, within="gemma4"),
+    Checkpoint("Gemma 4", "per-layer embeddings", "gemma4_text", _EDGE4, _PLAIN4, "gemma4", within="gemma4"),
+    Checkpoint("Gemma 4", "dense", "gemma4_text", _LARGE4, _PLAIN4, "gemma4", within="gemma4"),
+    Checkpoint("Gemma 4", "experts", "gemma4_text", _MOE4, _FEWER4, "gemma4", within="gemma4"),
 )
 
 

@@ -20,12 +20,8 @@ Quantise = Callable[[Array, Kind], Array]
 View = Callable[[Array], Array]
 """The part of a weight that is a tensor of the file, in the order of its rows; shares memory with the weight."""
 
-_PERMUTED = (
-    "llama",
-    "smollm3",
-    "granite",
-    "mistral3",
-)  # llama.cpp rotates neighbours there, transformers the halves of a head
+# llama.cpp rotates neighbours there, transformers the halves of a head.
+_PERMUTED = ("llama", "smollm3", "granite", "mistral3")
 _PLUS_ONE = ("gemma", "gemma2", "gemma3")
 _TRAINED = "original_max_position_embeddings"
 _ADD = {bool: "add_bool", int: "add_uint32", float: "add_float32", str: "add_string", list: "add_array"}
@@ -93,18 +89,20 @@ def _places(model: PreTrainedModel, arch: str) -> dict[str, tuple[str, View]]:
         if ".experts." in name:
             places |= {tensor: (name, view) for tensor, view in _of_experts(name, model.config).items()}
         elif not (name == "lm_head.weight" and model.config.tie_word_embeddings):
-            usual = re.sub(r"(sinks)$|(e_score_correction)_bias$", lambda end: _USUAL[end[0]], name)
-            found = known.get_name(usual, try_suffixes=(".weight", ".bias"))
+            usual = re.sub("|".join(_USUAL), lambda end: _USUAL[end[0]], name)
+            found = known.get_name(usual, try_suffixes=(".weight", ".bias", ".scale"))
             assert found is not None, name
             places[found] = name, lambda weight: weight
     return places
 
 
 _USUAL = {"sinks": "sinks.weight", "e_score_correction_bias": "e_score_correction.bias"}
+_USUAL |= {"layer_scalar": "layer_scalar.weight", "router.scale": "router.proj.scale"}
+_USUAL |= {"router.per_expert_scale": "experts.down_proj.scale"}
 
 
 def _of_experts(name: str, config: PreTrainedConfig) -> dict[str, View]:
-    """The tensors with a weight of experts; llama.cpp's converter has gate and up rows apart."""
+    """The tensors with a weight of experts; llama.cpp's converter has gate and up rows apart, but not of Gemma 4."""
     layer, kind = name.split(".")[2], "bias" if name.endswith("_bias") else "weight"
     mixed = config.model_type == "gpt_oss"  # has gate and up columns by turns
 
@@ -117,6 +115,8 @@ def _of_experts(name: str, config: PreTrainedConfig) -> dict[str, View]:
 
     if "down_proj" in name:
         return {f"blk.{layer}.ffn_down_exps.{kind}": rows}
+    if config.model_type == "gemma4_text":
+        return {f"blk.{layer}.ffn_gate_up_exps.{kind}": rows}
     gate = {f"blk.{layer}.ffn_gate_exps.{kind}": lambda weight: rows(weight)[:, half(rows(weight), 0)]}
     return gate | {f"blk.{layer}.ffn_up_exps.{kind}": lambda weight: rows(weight)[:, half(rows(weight), 1)]}
 
@@ -141,9 +141,10 @@ def _shift(name: str, arch: str) -> float:
 
 def _permuted(name: str, data: Array, config: PreTrainedConfig, arch: str, *, back: bool = False) -> Array:
     """Rows of queries and keys in llama.cpp's order, or back in transformers'. # [rows, ...] -> [rows, ...]"""
-    heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}.get(name.split(".")[-2])
-    if arch not in _PERMUTED or heads is None:
+    module = name.split(".")[-2]
+    if arch not in _PERMUTED or module not in ("attn_q", "attn_k"):
         return data
+    heads = config.num_attention_heads if module == "attn_q" else config.num_key_value_heads
     half = data.shape[0] // heads // 2
     shape = (heads, half, 2) if back else (heads, 2, half)
     return data.reshape(*shape, *data.shape[1:]).swapaxes(1, 2).reshape(data.shape)
@@ -152,6 +153,10 @@ def _permuted(name: str, data: Array, config: PreTrainedConfig, arch: str, *, ba
 def _rope_factors(config: PreTrainedConfig) -> dict[str, Any]:
     """Tensors of numbers by which frequencies are divided. # [rotated dim / 2] each"""
     rope = config.rope_parameters
+    if config.model_type == "gemma4_text":
+        half = config.per_layer_config["full_attention"].head_dim // 2
+        turned = int(half * rope["full_attention"]["partial_rotary_factor"])
+        return {"rope_freqs.weight": np.where(np.arange(half) < turned, 1.0, 1e30)}
     if rope.get("rope_type") == "longrope":
         return {f"rope_factors_{kind}.weight": rope[f"{kind}_factor"] for kind in ("long", "short")}
     if rope.get("rope_type") != "llama3":
@@ -166,14 +171,15 @@ def _rope_factors(config: PreTrainedConfig) -> dict[str, Any]:
 
 
 def _head_dim(config: PreTrainedConfig) -> int:
-    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+    one = config.per_layer_config[config.num_hidden_layers - 1]
+    return int(getattr(one, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
 
 def _metadata(config: PreTrainedConfig, arch: str) -> dict[str, Value | None]:
     """Keys of an architecture; None: not in the file."""
     rope = config.rope_parameters.get("full_attention", config.rope_parameters)
-    dim = _head_dim(config)
-    own_dim = None if arch in ("granite", "phi3", "cohere2") else getattr(config, "head_dim", None)
+    dim, one = _head_dim(config), config.per_layer_config[config.num_hidden_layers - 1]
+    own_dim = None if arch in ("granite", "phi3", "cohere2") else getattr(one, "head_dim", None)
     rotated = int(dim * rope.get("partial_rotary_factor", 1.0))
     scaled = rope["rope_type"] in ("linear", "yarn")
     return {
@@ -182,7 +188,7 @@ def _metadata(config: PreTrainedConfig, arch: str) -> dict[str, Value | None]:
         "embedding_length": config.hidden_size,
         "feed_forward_length": config.intermediate_size,
         "attention.head_count": config.num_attention_heads,
-        "attention.head_count_kv": config.num_key_value_heads,
+        "attention.head_count_kv": one.num_key_value_heads,
         "attention.layer_norm_rms_epsilon": getattr(config, "rms_norm_eps", None),
         "attention.layer_norm_epsilon": getattr(config, "norm_epsilon", getattr(config, "layer_norm_eps", None)),
         "attention.key_length": own_dim,
@@ -193,14 +199,13 @@ def _metadata(config: PreTrainedConfig, arch: str) -> dict[str, Value | None]:
         "rope.scaling.type": rope["rope_type"] if scaled else None,
         "rope.scaling.factor": rope["factor"] if scaled else None,
         "rope.scaling.original_context_length": (rope if scaled else config.to_dict()).get(_TRAINED),
-        "expert_count": _experts(config),
-        "expert_used_count": config.num_experts_per_tok if _experts(config) else None,
+        "expert_count": _first(config, "n_routed_experts", "num_local_experts", "num_experts"),
+        "expert_used_count": _first(config, "top_k_experts", "num_experts_per_tok"),
         **_more_metadata(config, arch),
     }
 
 
-def _experts(config: PreTrainedConfig) -> int | None:
-    names = ("n_routed_experts", "num_local_experts", "num_experts")
+def _first(config: PreTrainedConfig, *names: str) -> int | None:
     return next((getattr(config, name) for name in names if hasattr(config, name)), None)
 
 
@@ -217,6 +222,8 @@ def _more_metadata(config: PreTrainedConfig, arch: str) -> dict[str, Value | Non
             return window | capped | {"attn_logit_softcapping": config.attn_logit_softcapping}
         case "gemma3":
             return window | capped
+        case "gemma4":
+            return windowed | capped | width | _of_gemma4(config)
         case "phi3":
             return {"attention.sliding_window": config.sliding_window or 0, **_longrope(config)}
         case "olmo2" | "exaone4":
@@ -245,6 +252,23 @@ def _more_metadata(config: PreTrainedConfig, arch: str) -> dict[str, Value | Non
             scales = {"embedding_scale": config.embedding_multiplier, "residual_scale": config.residual_multiplier}
             return scales | {"attention.scale": config.attention_multiplier, "logit_scale": config.logits_scaling}
     return {}
+
+
+def _of_gemma4(config: PreTrainedConfig) -> dict[str, Value | None]:
+    layers = [config.per_layer_config[index] for index in range(config.num_hidden_layers)]
+    heads, first = [one.num_key_value_heads for one in layers], len(layers) - config.num_kv_shared_layers
+    widths = [config.intermediate_size * (1 if index < first else 2) for index in range(len(layers))]
+    dims: dict[str, Value | None] = dict.fromkeys(
+        ("attention.key_length_swa", "attention.value_length_swa", "rope.dimension_count_swa"), layers[0].head_dim
+    )
+    return dims | {
+        "rope.dimension_count": layers[-1].head_dim,
+        "rope.freq_base_swa": config.rope_parameters["sliding_attention"]["rope_theta"],
+        "attention.shared_kv_layers": config.num_kv_shared_layers,
+        "attention.head_count_kv": heads if len(set(heads)) > 1 else heads[0],
+        "embedding_length_per_layer_input": config.hidden_size_per_layer_input,
+        "feed_forward_length": widths if config.use_double_wide_mlp else config.intermediate_size,
+    }
 
 
 def _longrope(config: PreTrainedConfig) -> dict[str, Value | None]:

@@ -20,7 +20,7 @@ from tests.tiny_models import stock
 TIMES = 1.5  # as far from the judge as the other engine may ours be
 FLOOR = 1e-8  # nats; float32 sums in another order are as far from the judge, which is transformers in float32
 SHOWN = 10  # by how many times the bound a dropped option is to be missed
-_PIECES = ("gemma", "gemma2", "gemma3", "phi3")  # have SentencePiece
+_PIECES = ("gemma", "gemma2", "gemma3", "gemma4", "phi3")  # have SentencePiece
 
 
 class Form(NamedTuple):
@@ -105,7 +105,8 @@ def written(model: PreTrainedModel, arch: str, kind: Kind, file: Path, llama_cpp
 @cache  # training does not settle ties between pairs in the same way each time
 def tokenizer_keys(arch: str) -> dict[str, Value]:
     """Keys of a tokenizer of the kind that files of an architecture have."""
-    return sentence_pieces() if arch in _PIECES else tiny_byte_pairs()
+    is_gemma4 = arch == "gemma4"
+    return sentence_pieces(prefix=not is_gemma4, merged=is_gemma4) if arch in _PIECES else tiny_byte_pairs()
 
 
 def small() -> list[Checkpoint]:

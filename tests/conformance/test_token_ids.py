@@ -37,6 +37,6 @@ def test_byte_pairs(pre: str, tmp_path: Path, llama_cpp: LlamaCpp) -> None:
     assert_same_ids(byte_pairs(pre), tmp_path / "a.gguf", llama_cpp)
 
 
-@pytest.mark.parametrize("prefix", [True, False])
-def test_sentence_pieces(prefix: bool, tmp_path: Path, llama_cpp: LlamaCpp) -> None:
-    assert_same_ids(sentence_pieces(1200, prefix=prefix), tmp_path / "a.gguf", llama_cpp)
+@pytest.mark.parametrize(("prefix", "merged"), [(True, False), (False, False), (False, True)])
+def test_sentence_pieces(prefix: bool, merged: bool, tmp_path: Path, llama_cpp: LlamaCpp) -> None:
+    assert_same_ids(sentence_pieces(1200, prefix=prefix, merged=merged), tmp_path / "a.gguf", llama_cpp)

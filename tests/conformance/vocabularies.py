@@ -60,8 +60,9 @@ def tiny_byte_pairs() -> dict[str, Value]:
     return _byte_pair_keys(tokenizer.backend_tokenizer, "gpt-2", tokens, eos=EOS_ID)
 
 
-def sentence_pieces(size: int = VOCAB_SIZE, *, prefix: bool = True) -> dict[str, Value]:
-    """Keys of a SentencePiece BPE of so many pieces with those of bytes; `prefix`: a blank begins each text."""
+def sentence_pieces(size: int = VOCAB_SIZE, *, prefix: bool = True, merged: bool = False) -> dict[str, Value]:
+    """Keys of a SentencePiece BPE of so many pieces with those of bytes; `prefix`: a blank begins each text; `merged`:
+    with a list of merges, as Gemma 4 has it, instead of scores."""
     backend, room = Tokenizer(BPE()), size - 259 - len(DEFINED)
     backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
     backend.train_from_iterator(_corpus(), BpeTrainer(vocab_size=room, limit_alphabet=room // 2, show_progress=False))
@@ -71,13 +72,17 @@ def sentence_pieces(size: int = VOCAB_SIZE, *, prefix: bool = True) -> dict[str,
     tokens += _typed(DEFINED, TokenType.USER_DEFINED) + _typed(pieces, TokenType.NORMAL)
     tokens += _typed((f"[PAD{number}]" for number in range(size - len(tokens))), TokenType.UNUSED)
     scores = [0.0] * 259 + [-1000.0] * len(DEFINED) + [-float(rank) for rank in range(room)]
-    ids = {"bos_token_id": 1, "eos_token_id": 2, "unknown_token_id": 0}
-    return _keys("llama", "default", tokens, scores=scores, add_bos_token=True, add_space_prefix=prefix, **ids)
+    more = {"bos_token_id": 1, "eos_token_id": 2, "unknown_token_id": 0, "add_bos_token": True}
+    ordered: dict[str, Value] = {"merges": _merges(backend)} if merged else {"scores": scores}
+    return _keys("gemma4" if merged else "llama", "default", tokens, add_space_prefix=prefix, **more, **ordered)
 
 
 def _byte_pair_keys(backend: Tokenizer, pre: str, tokens: list[tuple[str, TokenType]], *, eos: int) -> dict[str, Value]:
-    merges = [" ".join(pair) for pair in json.loads(backend.to_str())["model"]["merges"]]
-    return _keys("gpt2", pre, tokens, merges=merges, eos_token_id=eos, add_bos_token=False)
+    return _keys("gpt2", pre, tokens, merges=_merges(backend), eos_token_id=eos, add_bos_token=False)
+
+
+def _merges(backend: Tokenizer) -> list[str]:
+    return [" ".join(pair) for pair in json.loads(backend.to_str())["model"]["merges"]]
 
 
 def _keys(model: str, pre: str, tokens: list[tuple[str, TokenType]], **more: Value) -> dict[str, Value]:

@@ -20,7 +20,7 @@ from tests.conformance.measures import tokenizer_keys
 from tests.service.engine.harness import tiny_target
 
 pytestmark = pytest.mark.skipif(library.variant() is None, reason="no kernels are compiled")
-ARCHITECTURES = ("llama", "qwen3moe", "olmoe", "glm4moe", "gpt-oss")
+ARCHITECTURES = ("llama", "qwen3moe", "olmoe", "glm4moe", "gpt-oss", "gemma4")
 SPARSE = {one.gguf: one for one in CHECKPOINTS if "experts" in one.options and one.gguf in ARCHITECTURES}
 
 
@@ -100,3 +100,11 @@ def test_the_drafter_behind_the_last_layer_is_not_read(tmp_path: Path) -> None:
     more = {f"blk.{layers}.nextn.enorm.weight": file.tensors["output_norm.weight"]}
     model = loaded(Contents(keys, file.tensors | more).write(tmp_path / "a.gguf"), torch.bfloat16, in_blocks=True)
     assert model.model.config.num_hidden_layers == layers
+
+
+def test_keys_and_values_of_layers_that_read_those_of_others_are_not_read(tmp_path: Path) -> None:
+    file = file_of(next(one for one in CHECKPOINTS if one.kind == "per-layer embeddings"), Kind.Q8_0)
+    more = {f"blk.5.attn_{name}.weight": file.tensors[f"blk.2.attn_{name}.weight"] for name in ("k", "v", "k_norm")}
+    files = Contents(file.keys, file.tensors | more).write(tmp_path / "a.gguf"), file.write(tmp_path / "b.gguf")
+    one, two = (loaded(path, torch.float32).fingerprint for path in files)
+    assert one == two
