@@ -91,7 +91,7 @@ def tokenizer_of(fields: Mapping[str, object]) -> PreTrainedTokenizerFast:
         raise _refused(
             "model", f"it is {kind!r}; adaptree reads 'gpt2' (byte-level BPE), 'llama' and 'gemma4' (pieces)"
         )
-    tokens = _tokens(fields, is_sentencepiece=kind != "gpt2")
+    tokens = _tokens(fields, kind)
     try:
         backend = _byte_level(fields, tokens) if kind == "gpt2" else _sentencepiece(fields, tokens)
     except StartupError:
@@ -105,14 +105,14 @@ def tokenizer_of(fields: Mapping[str, object]) -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def _tokens(fields: Mapping[str, object], *, is_sentencepiece: bool) -> _Tokens:
+def _tokens(fields: Mapping[str, object], model: object) -> _Tokens:
     names = [name or f"[EMPTY_{index}]" for index, name in enumerate(_list(fields, "tokens", str))]
     twice = len(names) - len(set(names))
     if twice:
         ((name, _),) = Counter(names).most_common(1)
         raise _refused("tokens", f"{name!r} occurs twice ({twice} duplicates in all)")
     types = _list(fields, "token_type", int, len(names)) if _KEY + "token_type" in fields else [_NORMAL] * len(names)
-    usual = {"bos": 1, "eos": 2, "unknown": 0} if is_sentencepiece else {}
+    usual = {"bos": 1, "eos": 2, "unknown": 0} if model == "llama" else {}
     ids: dict[str, object] = {name: at for name, at in usual.items() if types[at : at + 1] in ([_UNKNOWN], [_CONTROL])}
     ids |= {name: fields[key] for name in _NAMED if (key := f"{_KEY}{name}_token_id") in fields}
     ends = {name: fields[key] for name in ("eot", "eom") if (key := f"{_KEY}{name}_token_id") in fields}
@@ -120,7 +120,7 @@ def _tokens(fields: Mapping[str, object], *, is_sentencepiece: bool) -> _Tokens:
     if wrong:
         raise _refused(f"{wrong[0]}_token_id", f"{(ids | ends)[wrong[0]]!r} is not an id of the {len(names)} tokens")
     named = {_NAMED[name]: names[token] for name, token in ids.items() if isinstance(token, int)}
-    begins = is_sentencepiece or fields.get(_KEY + "pre") in _BEGINS
+    begins = model != "gpt2" or fields.get(_KEY + "pre") in _BEGINS
     special = frozenset({*named.values(), *filter(_ALWAYS_CONTROL.fullmatch, names)})
     return _Tokens(names, types, named, begins, special)
 
