@@ -310,8 +310,8 @@ class _Bench:
         """Build the engine of a case. Scarce slots suffice for any one sequence with a full tree, but not for all."""
         configured, nodes = self.assembly.limits, case.way.nodes
         lengths = [len(self.prompts[question.prompt]) + self.answer_tokens for question in questions]
-        least = self.assembly.target.pool.least_slots(max(lengths), MAX_NODES)
-        too_few = max(least, int(_SLOT_SHARE * sum(lengths)))
+        pool = self.assembly.target.pool
+        too_few = max(pool.least_slots(max(lengths), MAX_NODES), min(int(_SLOT_SHARE * sum(lengths)), pool.num_slots))
         limits = replace(
             configured,
             prefill_chunk=case.prefill_chunk,
