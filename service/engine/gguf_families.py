@@ -105,11 +105,9 @@ class Architecture:
 
 
 _MODEL = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-_MODEL |= {
-    "per_layer_token_embd": "model.embed_tokens_per_layer",
-    "per_layer_proj_norm": "model.per_layer_projection_norm",
-}
+_MODEL |= {"per_layer_token_embd": "model.embed_tokens_per_layer"}
 _MODEL |= {"per_layer_model_proj": "model.per_layer_model_projection"}
+_MODEL |= {"per_layer_proj_norm": "model.per_layer_projection_norm"}
 _LAYER = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
@@ -261,6 +259,8 @@ def _gemma4(values: Values, keys: Metadata, file: GGUFFile) -> Values:
     kinds, dims = windows["layer_types"], {"full_attention": values["head_dim"], "sliding_attention": windowed}
     if kinds[-1] != "full_attention":
         raise keys.refuse("attention.sliding_window_pattern", kinds)
+    if "rope_freqs.weight" not in file.tensors:
+        raise keys.refuse("rope.dimension_count", "of all columns, as tensor 'rope_freqs.weight' is missing")
     for name in ("attention.value_length_swa", "rope.dimension_count_swa"):
         keys.expect(name, windowed)
     lists = (np.broadcast_to(values[name], len(kinds)) for name in ("num_key_value_heads", "intermediate_size"))

@@ -88,9 +88,7 @@ def tokenizer_of(fields: Mapping[str, object]) -> PreTrainedTokenizerFast:
     """Build the tokenizer from a file's metadata. Raises StartupError for unknown kinds and inconsistent lists."""
     kind = fields.get(_KEY + "model")
     if kind not in ("gpt2", "llama", "gemma4"):
-        raise _refused(
-            "model", f"it is {kind!r}; adaptree reads 'gpt2' (byte-level BPE), 'llama' and 'gemma4' (pieces)"
-        )
+        raise _refused("model", f"it is {kind!r}; adaptree reads 'gpt2' (byte-level BPE), 'llama' and 'gemma4'")
     tokens = _tokens(fields, kind)
     try:
         backend = _byte_level(fields, tokens) if kind == "gpt2" else _sentencepiece(fields, tokens)

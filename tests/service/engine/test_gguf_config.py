@@ -116,8 +116,7 @@ def test_yarn_has_the_attention_factor_of_the_file() -> None:
         ("llama", {"attention__head_count": [4, 4, 4, 4, 4, 8]}, "head_count differs between layers"),
         ("gemma3", {}, r"gemma3\.attention\.sliding_window is missing"),
         ("gemma4", GEMMA4 | {"attention__sliding_window_pattern": [True] * 6}, "sliding_window_pattern is"),
-        ("gemma4", GEMMA4 | {"rope__dimension_count_swa": 8}, "dimension_count_swa is 8"),
-        ("gemma4", GEMMA4 | {"feed_forward_length": [128] * 5}, "a value of the wrong type"),
+        ("gemma4", GEMMA4, "rope_freqs.weight' is missing"),
         ("phi3", {"rope__scaling__type": "yarn", "rope__scaling__factor": 4.0}, "scaling.type is 'yarn'"),
         ("llama", {"attention__head_count": 0}, "a value of the wrong type"),
         ("llama", {"block_count": "two"}, "a value of the wrong type"),
@@ -235,12 +234,12 @@ def test_windows_of_gemma() -> None:
 
 
 def test_layers_of_gemma_4() -> None:
-    dense = config_of(file_of("gemma4", "blk.5.attn_v.weight", **GEMMA4))
+    dense = config_of(file_of("gemma4", "rope_freqs.weight", "blk.5.attn_v.weight", **GEMMA4))
     assert [dense.per_layer_config[index].head_dim for index in range(6)] == [16] * 5 + [32]
     assert (dense.attention_k_eq_v, dense.enable_moe_block, dense.hidden_size_per_layer_input) == (False, False, 0)
     differ = {"attention__head_count_kv": [4, 4, 2] * 2, "feed_forward_length": [128] * 3 + [256] * 3}
-    differ |= {"attention__sliding_window_pattern": [True, True, False] * 2}
-    other = config_of(file_of("gemma4", **GEMMA4, **differ, **EXPERTS, attention__shared_kv_layers=3))
+    differ |= {"attention__sliding_window_pattern": [True, True, False] * 2, "attention__shared_kv_layers": 3}
+    other = config_of(file_of("gemma4", "rope_freqs.weight", **GEMMA4, **differ, **EXPERTS))
     assert [other.per_layer_config[index].num_key_value_heads for index in range(6)] == [4, 4, 2] * 2
     assert (other.intermediate_size, other.use_double_wide_mlp, other.num_kv_shared_layers) == (128, True, 3)
     assert (other.attention_k_eq_v, other.enable_moe_block, other.top_k_experts) == (True, True, 2)
