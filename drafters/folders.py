@@ -28,9 +28,23 @@ def form_of(folder: Path) -> PublishedForm | None:
     """Return the published form of a folder's drafter. Returns None if the form is our own, unknown or unreadable."""
     try:
         described = _described(folder)
-    except (OSError, ValueError):
+        found = (form for form in published_forms() if form.recognises(described))
+        return next((form for form in found if _holds(folder, form.prefix(described))), None)
+    except (OSError, ValueError, KeyError, SafetensorError):
         return None  # loading the folder reports the reason
-    return next((form for form in published_forms() if form.recognises(described)), None)
+
+
+def _holds(folder: Path, prefix: str) -> bool:
+    """Whether a folder's files have a tensor whose name begins so. Not every copy of a target has its drafter. Raises
+    OSError, ValueError, KeyError and SafetensorError."""
+    index = folder / "model.safetensors.index.json"
+    if not prefix or index.is_file():
+        return not prefix or any(name.startswith(prefix) for name in json.loads(index.read_text())["weight_map"])
+    names = set[str]()
+    for file in folder.glob("*.safetensors"):
+        with safe_open(file, framework="pt") as stored:
+            names |= {*stored.keys()}
+    return any(name.startswith(prefix) for name in names)
 
 
 def kind_of(folder: Path) -> str:
@@ -128,13 +142,13 @@ def weights_bytes(folder: Path) -> bytes:
 def read_tensors(folder: Path, form: PublishedForm) -> dict[str, Tensor]:
     """Read the drafter's tensors from all .safetensors files, or else from all .bin files, without executing pickled
     code. Raises DrafterError. # -> [...] each"""
-    found = dict[str, Tensor]()
+    found, described = dict[str, Tensor](), _described(folder)
     with checkpoint.refusing(folder, "its weights cannot be read", OSError, SafetensorError, RuntimeError):
         for file in sorted(folder.glob("*.safetensors")):
             with safe_open(file, framework="pt") as stored:
-                found |= {name: stored.get_tensor(name) for name in stored.keys() if form.reads(name)}  # noqa: SIM118
+                found |= {name: stored.get_tensor(name) for name in stored.keys() if form.reads(described, name)}  # noqa: SIM118
         for file in [] if found else sorted(folder.glob("*.bin")):
-            found |= {name: value for name, value in _unpickled(file).items() if form.reads(name)}
+            found |= {name: value for name, value in _unpickled(file).items() if form.reads(described, name)}
     if not found:
         raise DrafterError(f"drafter {folder}: holds no .safetensors or .bin file with its weights")
     return found

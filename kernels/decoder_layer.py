@@ -243,6 +243,12 @@ class _Weights:
         return _halves(bias) if bias is not None and transposed and "gate_up" in name else bias
 
 
+def feed_forward_of(weights: Mapping[str, Tensor], ops: Ops, spec: FeedForwardSpec) -> FeedForwardOp:
+    """Build a feed-forward alone, of one part, from weights named as in a layer. # weights [...] each"""
+    assert not spec.beside, "each part would have norms"
+    return _Weights(weights, ops).feed_forward(spec, lambda x, weight: x)
+
+
 def _halves(interleaved: Tensor) -> Tensor:
     """Sort gate rows before up rows. # [experts, 2 * width, ...] -> like it"""
     return torch.cat((interleaved[:, ::2], interleaved[:, 1::2]), dim=1)

@@ -2,14 +2,15 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
 
-from tests.tiny_models import stock, tiny_model
+from tests.tiny_models import save_model, stock, tiny_model
 
 HIDDEN, VOCAB = 48, 320
 EPSILON = 1e-6
@@ -67,6 +68,49 @@ def mimo(folder: Path, *, tied: bool = False) -> Path:
     }
     (folder / "config.json").write_text(json.dumps(config))
     return folder
+
+
+LAYERS = 3
+_SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": HIDDEN,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 256,
+    "eos_token_id": 319,
+    "pad_token_id": None,
+}
+_GLM: dict[str, Any] = {
+    **_SIZES,
+    "moe_intermediate_size": 32,
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 2,
+    "n_group": 2,
+    "topk_group": 1,
+    "routed_scaling_factor": 1.5,
+    "attention_bias": True,
+    "use_qk_norm": True,
+}
+
+
+def glm(folder: Path) -> Path:
+    """A target of GLM-4.5's form: the layer after its last one is the module's."""
+    config = AutoConfig.for_model("glm4_moe", num_hidden_layers=LAYERS + 1, **_GLM)
+    save_model(AutoModelForCausalLM.from_config(config), folder)
+    module = {f"{name}.weight": (HIDDEN,) for name in ("enorm", "hnorm", "shared_head.norm")}
+    shapes = {"eh_proj.weight": (HIDDEN, 2 * HIDDEN), **module}
+    add(folder, drawn({f"model.layers.{LAYERS}.{name}": shape for name, shape in shapes.items()}, seed=3))
+    described = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(described | {"num_hidden_layers": LAYERS}))
+    return folder
+
+
+def add(folder: Path, tensors: dict[str, Tensor]) -> None:
+    """Add tensors to a checkpoint's file."""
+    file = folder / "model.safetensors"
+    save_file({**load_file(file), **tensors}, file, metadata={"format": "pt"})
 
 
 def read_as_qwen2(folder: Path, copy: Path) -> PreTrainedModel:

@@ -79,9 +79,10 @@ class DrafterConfig(ABC):
     kind: ClassVar[str]  # the name in drafter files and in the setting `drafter`
     trained_blocks: ClassVar[int]  # number of consecutive blocks in training
     family: ClassVar[str | None] = None  # layer family in published drafters of the kind; None: the target's
+    families: ClassVar[tuple[str, ...]] = OF_DRAFTERS  # model types that its layers can have
     injected: ClassVar[bool] = False  # committed positions run no layer: keys and values come from their condition
 
-    target: Mapping[str, Any]  # transformers config of the drafter's layers, of a type in `OF_DRAFTERS`
+    target: Mapping[str, Any]  # transformers config of the drafter's layers, of a type in `families`
     tap_layers: tuple[int, ...]  # target layers whose outputs are the features
     draft_vocab_size: int  # tokens the drafter can propose
     num_layers: int
@@ -95,10 +96,10 @@ class DrafterConfig(ABC):
             if getattr(self, name) < 1:
                 raise ValueError(f"drafter config: {name} must be at least 1")
         layers = self.target.get("model_type")
-        if layers not in OF_DRAFTERS:
+        if layers not in self.families:
             raise ValueError(
                 f"drafter config: a drafter cannot have layers of kind {layers!r}, only of "
-                f"{', '.join(OF_DRAFTERS)}; train one for this target with `adaptree train drafter`"
+                f"{', '.join(self.families)}; train one for this target with `adaptree train drafter`"
             )
         if not self.tap_layers:
             raise ValueError("drafter config: tap_layers must name at least one target layer")

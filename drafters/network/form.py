@@ -36,7 +36,12 @@ class PublishedForm(NamedTuple):
     config: Callable[[Described, Tensors, TargetParts], DrafterConfig]
     weights: Callable[[dict[str, Tensor], DrafterConfig, TargetParts], dict[str, Tensor]]
     """Converts the tensors to weights by the names of `checkpoint.weights_of`; the rank head may be missing."""
-    reads: Callable[[str], bool] = lambda name: True  # whether the tensor of this name belongs to the drafter
+    prefix: Callable[[Described], str] = lambda described: ""  # of the names of the drafter's own tensors
+    shared: tuple[str, ...] = ()  # names of tensors of the target that the drafter has too
+
+    def reads(self, described: Described, name: str) -> bool:
+        """Whether the drafter has the tensor of this name in its folder."""
+        return name.startswith(self.prefix(described)) or name in self.shared
 
 
 class TrainedKind(NamedTuple):

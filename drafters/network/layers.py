@@ -11,8 +11,10 @@ from torch import Tensor, nn
 from torch.nn.functional import silu
 
 from drafters.network.rotary import Rotary
+from kernels.decoder_layer import feed_forward_of
 from kernels.families import LayerSpec, Norms, spec_of
 from kernels.layers import rotated
+from kernels.ops import REFERENCE
 
 Embed = Callable[[Tensor], Tensor]
 """The target's token embedding: ids [...] -> [..., hidden]."""
@@ -34,14 +36,22 @@ class LayerShape:
     spec: LayerSpec  # of every layer
     epsilon: float
     rotary: Rotary
+    experts: tuple[int, int, int]  # number of experts, and widths of one and of the shared one
 
     @staticmethod
     def of(target: Mapping[str, Any]) -> "LayerShape":
-        """Return the shape for a transformers config. Layers of a drafter are alike, and none has a window."""
+        """Return the shape for a transformers config. Layers of a drafter are alike, none has a window, and norms
+        multiply by their weight, to which a family's offset has been added."""
         model = spec_of(target)
-        spec = replace(model.layers[0], attention=replace(model.layers[0].attention, window=None))
+        spec = replace(model.layers[0], attention=replace(model.layers[0].attention, window=None), norm_offset=None)
+        width = target.get("moe_intermediate_size") or 0
+        experts = (
+            target.get("n_routed_experts") or target.get("num_experts") or 0,
+            width,
+            target.get("shared_expert_intermediate_size") or width * (target.get("n_shared_experts") or 0),
+        )
         rotary = Rotary(target, spec.attention.dim)
-        return LayerShape(target["hidden_size"], target["intermediate_size"], spec, model.epsilon, rotary)
+        return LayerShape(target["hidden_size"], target["intermediate_size"], spec, model.epsilon, rotary, experts)
 
     @property
     def query_heads(self) -> int:
@@ -107,17 +117,40 @@ class SelfAttention(nn.Module):
 class FeedForward(nn.Module):
     """SwiGLU: W_down (silu(W_gate x) * W_up x)."""
 
-    def __init__(self, shape: LayerShape) -> None:
+    def __init__(self, hidden: int, width: int, *, bias: bool) -> None:
         super().__init__()
-        bias = shape.spec.biases[2]
-        self.gate_proj = nn.Linear(shape.hidden, shape.intermediate, bias=bias)
-        self.up_proj = nn.Linear(shape.hidden, shape.intermediate, bias=bias)
-        self.down_proj = nn.Linear(shape.intermediate, shape.hidden, bias=bias)
+        self.gate_proj = nn.Linear(hidden, width, bias=bias)
+        self.up_proj = nn.Linear(hidden, width, bias=bias)
+        self.down_proj = nn.Linear(width, hidden, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """Apply the feed-forward. # x [..., hidden] -> [..., hidden]"""
         output: Tensor = self.down_proj(silu(self.gate_proj(x)) * self.up_proj(x))
         return output
+
+
+class ExpertsFeedForward(nn.Module):
+    """Experts chosen by a router, and a shared one if the family has it, by the reference ops of the kernels."""
+
+    def __init__(self, shape: LayerShape) -> None:
+        super().__init__()
+        hidden, (count, width, shared), spec = shape.hidden, shape.experts, shape.spec.feed_forward
+        assert spec.router is not None, "the family has experts"
+        self._spec = spec
+        router = nn.Linear(hidden, count, bias=False)
+        if spec.router.scores == "sigmoid":
+            router.e_score_correction_bias = nn.Parameter(torch.zeros(count))
+        self.add_module(spec.router_name, router)
+        self.experts = nn.Module()
+        self.experts.gate_up_proj = nn.Parameter(torch.randn(count, 2 * width, hidden) * hidden**-0.5)
+        self.experts.down_proj = nn.Parameter(torch.randn(count, hidden, width) * width**-0.5)
+        if spec.shared is not None:
+            self.add_module(spec.shared, FeedForward(hidden, shared, bias=False))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Apply the feed-forward; the choice of experts has no gradient. # x [..., hidden] -> [..., hidden]"""
+        rows = x.flatten(0, -2)
+        return feed_forward_of(dict(self.named_parameters("mlp")), REFERENCE, self._spec)(rows, rows).view_as(x)
 
 
 class DrafterLayer(nn.Module):
@@ -133,7 +166,8 @@ class DrafterLayer(nn.Module):
         self.norms = Norms(
             before, after, self._add_norm(shape, names.mlp_input), self._add_norm(shape, names.mlp_output)
         )
-        self.mlp = FeedForward(shape)
+        sparse, bias = shape.spec.feed_forward.router is not None, shape.spec.biases[2]
+        self.mlp = ExpertsFeedForward(shape) if sparse else FeedForward(shape.hidden, shape.intermediate, bias=bias)
 
     def _add_norm(self, shape: LayerShape, name: str | None) -> nn.Module:
         """Add and return the norm of that name, or the identity if it is None."""

@@ -15,10 +15,10 @@ class Rotary:
     def __init__(self, target: Mapping[str, Any], head_dim: int) -> None:
         """Read the rope scaling from a transformers config. Raises ValueError for an unsupported rope type."""
         frequencies, self._scale = _frequencies(target, head_dim)
-        self._frequencies = torch.cat([frequencies, frequencies])  # [dim]
+        self._frequencies = torch.cat([frequencies, frequencies])  # [rotated]
 
     def __call__(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return the cosines and sines at these positions. # positions [...] int64 -> both [..., dim]"""
+        """Return the cosines and sines at these positions. # positions [...] int64 -> both [..., rotated]"""
         if self._frequencies.device != positions.device:
             self._frequencies = self._frequencies.to(positions.device)
         angles = positions[..., None] * self._frequencies
@@ -27,9 +27,10 @@ class Rotary:
 
 def _frequencies(target: Mapping[str, Any], dim: int) -> tuple[Tensor, float]:
     """Return radians per position and the scale of cosines and sines. Files of older transformers versions have
-    `rope_theta` and `rope_scaling` in place of `rope_parameters`. # -> [dim / 2]"""
+    `rope_theta` and `rope_scaling` in place of `rope_parameters`. # -> [rotated / 2]"""
     theta = {"rope_theta": target.get("rope_theta", 10_000.0)}
     rope = theta | dict(target.get("rope_scaling") or target.get("rope_parameters") or {})
+    dim = int(dim * rope.get("partial_rotary_factor", 1.0))  # the other columns of a head are not rotated
     periods = rope["rope_theta"] ** (torch.arange(0, dim, 2, dtype=torch.float) / dim)
     scaling = rope.get("rope_type", rope.get("type", "default"))
     trained = rope.get("original_max_position_embeddings", target.get("max_position_embeddings"))

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from drafters.network.config import DrafterConfig
 from drafters.network.layers import DrafterDecoder, Input, LayerShape
 from kernels.decoder_layer import DecoderLayer, RowPlaces
+from kernels.experts import Experts
 from kernels.layers import Product, RunLayers
 from kernels.ops import Ops
 
@@ -99,13 +100,18 @@ class WeightPlanner:
         """Return the matrix product with a weight. # weight [out, in], bias [out]"""
         return self.ops.plan_linear(self.tensor(weight), None if bias is None else self.tensor(bias))
 
+    def _experts(self, gate_up: Tensor, down: Tensor, *others: Any) -> Experts:
+        """Plan the op of that name. # gate_up [experts, 2 * width, in], down [experts, out, width]"""
+        return self.ops.plan_experts(self.tensor(gate_up), self.tensor(down), *others)
+
     def layer(self, number: int, shape: LayerShape, window: int) -> DecoderLayer:
         """Return decoder layer `number`. `window`: number of previous entries to which it attends."""
         prefix = f"decoder.layers.{number}."
         own = {name.removeprefix(prefix): value for name, value in self.weights.items() if name.startswith(prefix)}
+        vectors = {name for name, value in own.items() if value.dim() == 1 and not name.endswith(".bias")}
         return DecoderLayer.of(
-            {name: self.tensor(value) if "norm" in name else value.detach() for name, value in own.items()},
-            Ops(**{**vars(self.ops), "plan_linear": self.product}),
+            {name: self.tensor(value) if name in vectors else value.detach() for name, value in own.items()},
+            Ops(**{**vars(self.ops), "plan_linear": self.product, "plan_experts": self._experts}),
             replace(shape.spec, attention=replace(shape.spec.attention, window=window)),
             epsilon=shape.epsilon,
         )

@@ -184,7 +184,9 @@ def refuse_incomplete(report: Mapping[str, Collection[Any]], config: PreTrainedC
             f"the files contain no weights for {', '.join(missing[:3])} ({len(missing)} in all)"
             + (tied if missing == ["lm_head.weight"] else "")
         )
-    unread = [key for key in others if not _NOT_OF_THE_TEXT.match(key)]
+    text = config.get_text_config()
+    module = f"model.layers.{text.num_hidden_layers}." if getattr(text, "num_mtp_layers", 0) else None
+    unread = [key for key in others if not _NOT_OF_THE_TEXT.match(key) and not (module and key.startswith(module))]
     if unread:
         raise StartupError(
             f"the files contain {', '.join(unread[:3])} ({len(unread)} in all), which a model of type "

@@ -9,7 +9,7 @@ import pytest
 from service.assembly import Assembly, assemble
 from service.errors import StartupError
 from service.learning.learnt import described
-from tests.published_forms import deep_target, dflash, dflash_target, eagle3, mimo
+from tests.published_forms import deep_target, dflash, dflash_target, eagle3, glm, mimo
 from tests.published_specblock import specblock
 from tests.service.bench.parts import settings_for
 from tests.service.learning_parts import assert_learns, requests, texts
@@ -27,6 +27,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
     llama, qwen = deep_target(place / "llama"), dflash_target(place / "qwen")
     return {
         "mtp": (mimo(place / "mimo"), None),
+        "mtp of experts": (glm(place / "glm"), None),
         "dflash": (qwen, dflash(place / "dflash")),
         "jetspec": (qwen, dflash(place / "jetspec", causal=True)),
         "eagle3": (llama, eagle3(place / "eagle3")),
@@ -51,8 +52,9 @@ def assert_serves(assembly: Assembly, kind: str) -> None:
         assert engine.drafter.num_blocks > 0
 
 
-def test_a_targets_own_module_drafts_without_a_path(folders: Folders) -> None:
-    target, _ = folders["mtp"]
+@pytest.mark.parametrize("kind", ["mtp", "mtp of experts"])
+def test_a_targets_own_module_drafts_without_a_path(folders: Folders, kind: str) -> None:
+    target, _ = folders[kind]
     assembly = assembled(target, "auto")
     assert assembly.drafter_name == "memory+mtp"
     assert assembled(target, "mtp").drafter().name == "mtp"
@@ -81,7 +83,7 @@ def test_such_a_folder_stays_where_it_lies(folders: Folders) -> None:
         described(folder)
 
 
-@pytest.mark.parametrize("kind", ["mtp", "eagle3", "dflash", "specblock"])
+@pytest.mark.parametrize("kind", ["mtp", "mtp of experts", "eagle3", "dflash", "specblock"])
 def test_it_learns_while_it_serves(folders: Folders, kind: str, tmp_path: Path) -> None:
     target, folder = folders[kind]
     assembly = assembled(target, "auto", drafter_path=folder)
