@@ -19,7 +19,6 @@ from drafters.network.served import ServingNetwork
 from drafters.network.serving import forward_of
 from drafters.protocol import DraftingSizes
 from kernels.lattice import Picked, StartNodes
-from service.engine.weights import LoadedModel
 from tests.published_forms import (
     DFLASH_BLOCK,
     DFLASH_TAPS,
@@ -47,17 +46,16 @@ def network_of(model: SpecBlock) -> ServingNetwork:
 
 @torch.no_grad()
 def spoken(
-    model: SpecBlock, loaded: LoadedModel, features: Tensor, tokens: Tensor, count: int, more: Tensor | None = None
+    model: SpecBlock, table: Tensor, features: Tensor, tokens: Tensor, count: int, more: Tensor | None = None
 ) -> Tensor:
     """Logits of a first block behind so many committed positions, then of those at some further tokens, each behind the
-    one before. # more [steps] int64 -> [(1 + steps) * block, vocab]"""
+    one before. # table [vocab, hidden], more [steps] int64 -> [(1 + steps) * block, vocab]"""
     network, slots = network_of(model), torch.arange(count)[None] + 1
     width = features.shape[-1]
     pool = EntryPool(network, count + 1, sequences=1, live=8)
     state = EntryState(DraftingSizes(max_sequences=1, max_length=64, max_nodes=0), pool, width, torch.float32)
     rows, counts = torch.tensor([0]), torch.tensor([count])
     state.wait(rows, torch.tensor([0]), counts, slots, features[None, :count], tokens[None, 1 : count + 1])
-    table = loaded.parts.embedding
     forward = forward_of(network, lambda ids: table[ids], pool, state)
     states, nodes = forward.first(rows, state.take(rows, count))
     logits = [network.head(model.heads_and_context(states)[0].contiguous())]
@@ -97,7 +95,7 @@ def test_a_mimo_target_has_a_drafter_that_says_what_its_module_says(tmp_path: Pa
     expected = mimo_says(folder, stock, TEXT)
     features = tapped(stock, TEXT, model.config.tap_layers)
     for count in (1, 4, len(TEXT) - 1):
-        logits = spoken(model, loaded, features, TEXT, count)[0]
+        logits = spoken(model, loaded.parts.embedding, features, TEXT, count)[0]
         assert (logits - expected[count - 1]).abs().max() < 1e-4
 
 
@@ -125,7 +123,7 @@ def test_an_eagle3_drafter_says_what_its_authors_layers_say(tmp_path: Path, form
     table = loaded.parts.embedding
     for count in (1, 4, len(TEXT) - 1):
         expected = eagle3_says(folder, features[:count], table[TEXT[1 : count + 1]], table[MORE])
-        found = spoken(model, loaded, features, TEXT, count, MORE)
+        found = spoken(model, loaded.parts.embedding, features, TEXT, count, MORE)
         assert (found - expected).abs().max() < 1e-4
 
 
@@ -154,7 +152,7 @@ def test_a_dflash_drafter_says_what_its_authors_layers_say(tmp_path: Path, form:
     for count in (1, 4, len(TEXT) - 1):
         rows = torch.cat([table[TEXT[count]][None], table[MASK_TOKEN].expand(DFLASH_BLOCK - 1, -1)])
         expected = dflash_says(folder, features[:count], rows, head, causal=causal)[silent:]
-        found = spoken(model, loaded, features, TEXT, count)
+        found = spoken(model, loaded.parts.embedding, features, TEXT, count)
         assert (found - expected).abs().max() < 1e-4
 
 
