@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
 
+from drafters.network.checkpoint import TargetParts
+from service.engine.weights import completed
 from tests.tiny_models import save_model, stock, tiny_model
 
 HIDDEN, VOCAB = 48, 320
@@ -111,6 +113,12 @@ def add(folder: Path, tensors: dict[str, Tensor]) -> None:
     """Add tensors to a checkpoint's file."""
     file = folder / "model.safetensors"
     save_file({**load_file(file), **tensors}, file, metadata={"format": "pt"})
+
+
+def parts_of(oracle: PreTrainedModel) -> TargetParts:
+    """What a drafter reads of a target that transformers runs."""
+    table, head = (module.get_parameter("weight") for module in (oracle.get_input_embeddings(), oracle.lm_head))
+    return TargetParts("", table, head, None, oracle.config.get_text_config().to_dict(), completed)
 
 
 def read_as_qwen2(folder: Path, copy: Path) -> PreTrainedModel:

@@ -15,10 +15,9 @@ from transformers.modeling_layers import MtpModel
 from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoePreTrainedModel
 
 from drafters import folders as published
-from drafters.network.checkpoint import DrafterError, TargetParts
-from service.engine.weights import completed
+from drafters.network.checkpoint import DrafterError
 from tests.drafters.test_published import TEXT, spoken, tapped
-from tests.published_forms import LAYERS, glm
+from tests.published_forms import LAYERS, glm, parts_of
 from tests.tiny_models import stock
 
 
@@ -26,11 +25,6 @@ from tests.tiny_models import stock
 def read_as_module(monkeypatch: pytest.MonkeyPatch) -> None:
     """transformers knows GLM's module by the number of its layer, of the published sizes only."""
     monkeypatch.setattr(Glm4MoePreTrainedModel, "_keys_to_ignore_on_load_unexpected", [rf"model\.layers\.{LAYERS}\."])
-
-
-def parts_of(oracle: PreTrainedModel) -> TargetParts:
-    table, head = (module.get_parameter("weight") for module in (oracle.get_input_embeddings(), oracle.lm_head))
-    return TargetParts("", table, head, None, oracle.config.get_text_config().to_dict(), completed)
 
 
 @torch.no_grad()

@@ -1,11 +1,14 @@
 """The forwards of serving, with pool, window and live rows, against those of training over the whole text at once."""
 
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from drafters import folders as published
 from drafters.network.model import SpecBlock
 from drafters.network.pool import EntryPool, EntryState
 from drafters.network.serving import Live, forward_of
@@ -17,6 +20,8 @@ from drafters.training.forward import forward_of as training_forward_of
 from kernels.families import OF_DRAFTERS
 from kernels.lattice import Picked, StartNodes
 from tests.drafters.network.parts import serving, tiny_drafter, tiny_embedding
+from tests.published_forms import glm, parts_of
+from tests.tiny_models import stock
 
 LENGTH, BLOCK = 24, 4
 ROWS = torch.tensor([1, 0])
@@ -90,7 +95,17 @@ DEPTH = 4
 @pytest.mark.parametrize("changes", VARIANTS, ids=str)
 @pytest.mark.parametrize("family", OF_DRAFTERS)
 def test_first_and_later_blocks(family: str, changes: dict[str, Any]) -> None:
-    model = tiny_drafter(family, **({"block_size": BLOCK} | changes))
+    assert_equal_blocks(tiny_drafter(family, **({"block_size": BLOCK} | changes)))
+
+
+@pytest.mark.parametrize("target", [glm])
+def test_modules_of_targets(tmp_path: Path, target: Callable[[Path], Path]) -> None:
+    parts = parts_of(stock(target(tmp_path)))
+    assert_equal_blocks(published.load(tmp_path, parts, dtype=torch.float32, device="cpu"))
+
+
+def assert_equal_blocks(model: SpecBlock) -> None:
+    """The first block and those behind it have the states of the training forward."""
     text = Text(model)
     feed = Serving(model, text)
     feed.commit([5, 7])
