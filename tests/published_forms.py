@@ -7,12 +7,12 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
 
 from drafters.network.checkpoint import TargetParts
 from service.engine.weights import completed
-from tests.tiny_models import save_model, stock, tiny_model
+from tests.tiny_models import stock, tiny_model
 
 HIDDEN, VOCAB = 48, 320
 EPSILON = 1e-6
@@ -73,46 +73,27 @@ def mimo(folder: Path, *, tied: bool = False) -> Path:
 
 
 LAYERS = 3
-_SIZES: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "hidden_size": HIDDEN,
-    "intermediate_size": 96,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 256,
-    "eos_token_id": 319,
-    "pad_token_id": None,
+_EXPERTS: dict[str, object] = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
+_GLM: dict[str, object] = {"n_routed_experts": 6, "n_group": 2, "routed_scaling_factor": 1.5, "attention_bias": True}
+WITH_MODULES: dict[str, dict[str, object]] = {
+    "glm4_moe": {**_GLM, **_EXPERTS, "use_qk_norm": True},
 }
-_GLM: dict[str, Any] = {
-    **_SIZES,
-    "moe_intermediate_size": 32,
-    "n_routed_experts": 6,
-    "num_experts_per_tok": 2,
-    "n_group": 2,
-    "topk_group": 1,
-    "routed_scaling_factor": 1.5,
-    "attention_bias": True,
-    "use_qk_norm": True,
-}
+"""Families of targets with a module, and their options."""
 
 
-def glm(folder: Path) -> Path:
-    """A target of GLM-4.5's form: the layer after its last one is the module's."""
-    config = AutoConfig.for_model("glm4_moe", num_hidden_layers=LAYERS + 1, **_GLM)
-    save_model(AutoModelForCausalLM.from_config(config), folder)
-    module = {f"{name}.weight": (HIDDEN,) for name in ("enorm", "hnorm", "shared_head.norm")}
-    shapes = {"eh_proj.weight": (HIDDEN, 2 * HIDDEN), **module}
-    add(folder, drawn({f"model.layers.{LAYERS}.{name}": shape for name, shape in shapes.items()}, seed=3))
-    described = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(described | {"num_hidden_layers": LAYERS}))
+def with_module(folder: Path, family: str) -> Path:
+    """A target with a module, of which the layer is like the target's last one."""
+    sizes: dict[str, Any] = {"head_dim": 16, **WITH_MODULES[family]}
+    last = f"model.layers.{LAYERS - 1}."
+    layer = load_file(tiny_model(family, folder, seed=1, **sizes) / "model.safetensors")
+    prefix, inner, parts = "mtp.", "layers.0.", ("fc", "pre_fc_norm_hidden", "pre_fc_norm_embedding", "norm")
+    if family == "glm4_moe":
+        prefix, inner, parts = f"model.layers.{LAYERS}.", "", ("eh_proj", "hnorm", "enorm", "shared_head.norm")
+    shapes = {f"{prefix}{part}.weight": (HIDDEN, 2 * HIDDEN)[: 1 + (part == parts[0])] for part in parts}
+    own = {f"{prefix}{inner}{name.removeprefix(last)}": layer[name] for name in layer if name.startswith(last)}
+    file = tiny_model(family, folder, **sizes) / "model.safetensors"
+    save_file({**load_file(file), **own, **drawn(shapes, seed=3)}, file, metadata={"format": "pt"})
     return folder
-
-
-def add(folder: Path, tensors: dict[str, Tensor]) -> None:
-    """Add tensors to a checkpoint's file."""
-    file = folder / "model.safetensors"
-    save_file({**load_file(file), **tensors}, file, metadata={"format": "pt"})
 
 
 def parts_of(oracle: PreTrainedModel) -> TargetParts:

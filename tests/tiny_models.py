@@ -93,7 +93,7 @@ def tiny_model(
     family: str, folder: Path, *, seed: int = 0, dtype: torch.dtype = torch.float32, **changes: object
 ) -> Path:
     """Save a random checkpoint of this family with its tokenizer; returns the folder."""
-    config = AutoConfig.for_model(_MODEL_TYPES.get(family, family), **(_COMMON | _SPECIAL[family] | changes))
+    config = AutoConfig.for_model(_MODEL_TYPES.get(family, family), **(_COMMON | _SPECIAL.get(family, {}) | changes))
     save_model(AutoModelForCausalLM.from_config(config), folder, seed=seed, dtype=dtype)
     return folder
 

@@ -1,7 +1,6 @@
 """Modules of targets draft what transformers' own MTP drafts, token by token."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoePreTrainedMode
 from drafters import folders as published
 from drafters.network.checkpoint import DrafterError
 from tests.drafters.test_published import TEXT, spoken, tapped
-from tests.published_forms import LAYERS, glm, parts_of
+from tests.published_forms import LAYERS, WITH_MODULES, parts_of, with_module
 from tests.tiny_models import stock
 
 
@@ -43,10 +42,10 @@ def reference(oracle: PreTrainedModel, count: int, more: int) -> Tensor:
     return torch.stack(logits)
 
 
-@pytest.mark.parametrize("target", [glm])
-def test_it_drafts_as_in_transformers(tmp_path: Path, target: Callable[[Path], Path]) -> None:
+@pytest.mark.parametrize("family", WITH_MODULES)
+def test_it_drafts_as_in_transformers(tmp_path: Path, family: str) -> None:
     """Behind a text, and behind its own drafts."""
-    oracle = stock(target(tmp_path))
+    oracle = stock(with_module(tmp_path, family))
     assert published.kind_of(tmp_path) == "mtp"
     parts = parts_of(oracle)
     model = published.load(tmp_path, parts, dtype=torch.float32, device="cpu")
@@ -61,7 +60,7 @@ def test_it_drafts_as_in_transformers(tmp_path: Path, target: Callable[[Path], P
 def test_it_drafts_the_tokens_that_transformers_drafts_while_it_generates(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    oracle: Any = stock(glm(tmp_path))
+    oracle: Any = stock(with_module(tmp_path, "glm4_moe"))
     parts, drafted, ends = parts_of(oracle), list[int](), list[int]()
     draft = MtpModel.forward
 
@@ -81,20 +80,16 @@ def test_it_drafts_the_tokens_that_transformers_drafts_while_it_generates(
 
 
 def test_a_copy_of_a_target_without_its_module_has_no_drafter(tmp_path: Path) -> None:
-    folder = glm(tmp_path)
+    folder = with_module(tmp_path, "glm4_moe")
     file = folder / "model.safetensors"
     kept = {name: value for name, value in load_file(file).items() if f"layers.{LAYERS}." not in name}
     save_file(kept, file, metadata={"format": "pt"})
     assert published.form_of(folder) is None
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [({"num_nextn_predict_layers": 2}, "it has 2 modules, and only one is supported")],
-)
-def test_what_cannot_be_read_is_refused(tmp_path: Path, changes: dict[str, object], message: str) -> None:
-    folder = glm(tmp_path)
+def test_several_modules_are_refused(tmp_path: Path) -> None:
+    folder = with_module(tmp_path, "glm4_moe")
     parts, described = parts_of(stock(folder)), json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(described | changes))
-    with pytest.raises(DrafterError, match=message):
+    (folder / "config.json").write_text(json.dumps(described | {"num_nextn_predict_layers": 2}))
+    with pytest.raises(DrafterError, match="it has 2 modules, and only one is supported"):
         published.load(folder, parts, dtype=torch.float32, device="cpu")

@@ -9,7 +9,7 @@ import pytest
 from service.assembly import Assembly, assemble
 from service.errors import StartupError
 from service.learning.learnt import described
-from tests.published_forms import deep_target, dflash, dflash_target, eagle3, glm, mimo
+from tests.published_forms import deep_target, dflash, dflash_target, eagle3, mimo, with_module
 from tests.published_specblock import specblock
 from tests.service.bench.parts import settings_for
 from tests.service.learning_parts import assert_learns, requests, texts
@@ -27,7 +27,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
     llama, qwen = deep_target(place / "llama"), dflash_target(place / "qwen")
     return {
         "mtp": (mimo(place / "mimo"), None),
-        "mtp of experts": (glm(place / "glm"), None),
+        "mtp of experts": (with_module(place / "glm", "glm4_moe"), None),
         "dflash": (qwen, dflash(place / "dflash")),
         "jetspec": (qwen, dflash(place / "jetspec", causal=True)),
         "eagle3": (llama, eagle3(place / "eagle3")),

@@ -1,6 +1,5 @@
 """The forwards of serving, with pool, window and live rows, against those of training over the whole text at once."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from drafters.training.forward import forward_of as training_forward_of
 from kernels.families import OF_DRAFTERS
 from kernels.lattice import Picked, StartNodes
 from tests.drafters.network.parts import serving, tiny_drafter, tiny_embedding
-from tests.published_forms import glm, parts_of
+from tests.published_forms import WITH_MODULES, parts_of, with_module
 from tests.tiny_models import stock
 
 LENGTH, BLOCK = 24, 4
@@ -98,9 +97,9 @@ def test_first_and_later_blocks(family: str, changes: dict[str, Any]) -> None:
     assert_equal_blocks(tiny_drafter(family, **({"block_size": BLOCK} | changes)))
 
 
-@pytest.mark.parametrize("target", [glm])
-def test_modules_of_targets(tmp_path: Path, target: Callable[[Path], Path]) -> None:
-    parts = parts_of(stock(target(tmp_path)))
+@pytest.mark.parametrize("family", WITH_MODULES)
+def test_modules_of_targets(tmp_path: Path, family: str) -> None:
+    parts = parts_of(stock(with_module(tmp_path, family)))
     assert_equal_blocks(published.load(tmp_path, parts, dtype=torch.float32, device="cpu"))
 
 
