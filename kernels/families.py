@@ -111,6 +111,14 @@ def windows_of(config: Config) -> list[int | None]:
     return [window if kind == "sliding_attention" else None for kind in kinds]
 
 
+def sources_of(config: Config) -> list[int | None]:
+    """Return for each layer the earlier one of its kind whose keys and values it reads, None where it has its own."""
+    count, kinds = config["num_hidden_layers"], config.get("layer_types") or ()
+    first = count - (config.get("num_kv_shared_layers") or 0)
+    last = {kind: index for index, kind in enumerate(kinds[:first])}
+    return [None if index < first else last[kinds[index]] for index in range(count)]
+
+
 def _layer(config: Config, window: int | None, **attention: Any) -> LayerSpec:
     """Describe a layer of Llama with another attention."""
     heads: int = config["num_attention_heads"]
@@ -217,13 +225,13 @@ def gemma(config: Config) -> ModelSpec:
 def gemma4(config: Config) -> ModelSpec:
     """Gemma 4: layers without a window have other heads, the last ones read the keys and values of earlier ones; small
     models embed tokens for each layer, others have experts beside each dense feed-forward."""
-    kinds, first = config["layer_types"], config["num_hidden_layers"] - config["num_kv_shared_layers"]
     feed_forward = FeedForwardSpec(GateForm("gelu_tanh"))
     if config["enable_moe_block"]:
         router = Router(config["top_k_experts"], "softmax", normalised=True)
         feed_forward = replace(feed_forward, router=router, beside=True)
     width, layers = config["hidden_size_per_layer_input"], list[LayerSpec]()
-    for index, (kind, window) in enumerate(zip(kinds, windows_of(config), strict=True)):
+    described = zip(config["layer_types"], windows_of(config), sources_of(config), strict=True)
+    for index, (kind, window, source) in enumerate(described):
         layer = _layer(
             {**config, **config["per_layer_config"].get(str(index), {})},
             window,
@@ -232,7 +240,7 @@ def gemma4(config: Config) -> ModelSpec:
             norms="head",
             value_norm=True,
             keys_are_values=config["attention_k_eq_v"] and window is None,
-            source=None if index < first else max(i for i in range(first) if kinds[i] == kind),
+            source=source,
         )
         layer = replace(layer, feed_forward=feed_forward, norms=BOTH_NORMS, norm_offset=0.0, scaled=True)
         layers.append(replace(layer, per_layer=index if width else None))

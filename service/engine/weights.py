@@ -35,7 +35,7 @@ from drafters.network.checkpoint import TargetParts, identity_of
 from drafters.network.model import SpecBlock
 from kernels.cpu import library
 from kernels.experts import QuantisedStack
-from kernels.families import OF_DRAFTERS
+from kernels.families import OF_DRAFTERS, sources_of, windows_of
 from kernels.layers import QuantisedWeight, Weight, even_sample
 from service.engine.checks import (
     fix_longrope,
@@ -356,17 +356,13 @@ def kv_shape(model: PreTrainedModel) -> KVShape:
 
 def kv_layers(config: PreTrainedConfig) -> tuple[LayerKV, ...]:
     """Keys and values of each layer of a decoder's configuration."""
-    count: int = config.num_hidden_layers
-    window: int | None = getattr(config, "sliding_window", None)
-    kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * count  # without kinds all layers are alike
-    alone = count - (getattr(config, "num_kv_shared_layers", None) or 0)
+    whole = {**config.to_dict(), "num_hidden_layers": config.num_hidden_layers}  # some families have another name
     layers = list[LayerKV]()
-    for index, (own, kind) in enumerate(zip(config.per_layer_config, kinds, strict=True)):
+    for own, window, source in zip(config.per_layer_config, windows_of(whole), sources_of(whole), strict=True):
         heads: int = own.num_attention_heads
-        source = None if index < alone else max(i for i in range(alone) if kinds[i] == kind)
         dim = getattr(own, "head_dim", None) or own.hidden_size // heads
         kv_heads = getattr(own, "num_key_value_heads", None) or heads
-        layers.append(LayerKV(kv_heads, dim, window if kind == "sliding_attention" else None, source))
+        layers.append(LayerKV(kv_heads, dim, window, source))
     return tuple(layers)
 
 
