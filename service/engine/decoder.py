@@ -51,6 +51,7 @@ class FusedDecoder:
         model: PreTrainedModel,
         spec: ModelSpec,
         layers: Sequence[DecoderLayer],
+        ops: Ops,
         device: torch.device,
         taps: Sequence[int] = (),
     ) -> None:
@@ -61,8 +62,8 @@ class FusedDecoder:
             spec.embedding_scale, dtype=self._embedding.dtype
         ).item()  # planned transfer: at start
         self._rotary = _rotary_tables(model, spec, self._embedding.dtype, device)
-        self._per_layer = _PerLayerEmbedding(inner, spec, layers[0].ops) if spec.per_layer_width else None
-        self._spec, self._layers, self._ops = spec, layers, layers[0].ops
+        self._per_layer = _PerLayerEmbedding(inner, spec, ops) if spec.per_layer_width else None
+        self._spec, self._layers, self._ops = spec, layers, ops
         self._norm = inner.get_submodule("norm").get_parameter("weight")
         self._head = self._ops.plan_linear(head.weight, head.bias)
         self._taps, self._tapped = tuple(taps), [*dict.fromkeys(taps)]  # in a small model some coincide
@@ -182,8 +183,7 @@ def layers_of(model: PreTrainedModel, pool: KVPool, ops: Ops, tap_layers: Sequen
         _refuse_other_options(spec, recorded.forms)
         # The reference in plain torch needs no second copy of all weights.
         layers = (_layer_of(module, own, spec, REFERENCE) for module, own in zip(stack, spec.layers, strict=True))
-        first = FusedDecoder(model, spec, [_layer_of(stack[0], spec.layers[0], spec, REFERENCE)], device)
-        _refuse_difference(first, layers, trial, recorded, agree)
+        _refuse_difference(FusedDecoder(model, spec, (), REFERENCE, device), layers, trial, recorded, agree)
     except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:  # other modules, options, widths
         count = replace_linears(model, ops)
         logger.info("%s, so the model runs by its own modules, with %d linear layers by kernels", error, count)
@@ -192,7 +192,7 @@ def layers_of(model: PreTrainedModel, pool: KVPool, ops: Ops, tap_layers: Sequen
     for own in spec.layers:
         planned.append(_layer_of(stack[0], own, spec, ops))
         del stack[0]  # keeps the weights of at most one layer in memory twice
-    decoder = FusedDecoder(model, spec, planned, device, tap_layers)
+    decoder = FusedDecoder(model, spec, planned, ops, device, tap_layers)
     model.set_output_embeddings(nn.Identity())
     try:
         _refuse_difference(decoder, planned, _Trial.of(model, pool, ops), recorded, agree)
