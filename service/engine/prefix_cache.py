@@ -15,16 +15,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from kernels.graph_runner import send
 from service.engine.kv_pool import Windows
-
-Placed = npt.NDArray[np.bool_]
-"""Which of some slots have places in layers with a window."""
 
 _SHARE_AT_ONCE = 32  # of so many places one is taken at least, so that few steps take any
 
@@ -68,13 +62,12 @@ class PrefixLease:
     slots: Tensor  # [cached] int64, slots of the prefix that was found when the lease was acquired
     is_published: bool = False  # whether the rest of the prompt has been published
     placed_from: int = 0  # first position from which on all slots of the sequence itself are placed
-    parting: range = range(0)  # positions before it that are placed, too: the window before the end of a prefix that
-    # the cache has without places, and takes over from this sequence
+    parting: int = 0  # end of a prefix that the cache has without places, which gets the window before it from this
+    # sequence; 0 if there is none
 
-    def placed(self, length: int) -> Placed:
-        """Which of the sequence's own positions after the lease, up to `length`, are placed. # -> [positions]"""
-        positions = np.arange(self.length, length)
-        return (positions >= self.placed_from) | (positions >= self.parting.start) & (positions < self.parting.stop)
+
+Running = tuple[PrefixLease, int, list[int], Tensor]
+"""A running sequence: its lease, number of computed positions, tokens, and row of the slot table."""
 
 
 class PrefixCache:
@@ -113,8 +106,7 @@ class PrefixCache:
         node, length = path[-1][0] if path else root, sum(common for _, common in path)
         self._see(node)
         slots = torch.cat([above.slots for above, _ in path]) if path else self._nothing
-        parting = range(max(length, known - self._window), known) if length < known else range(0)
-        return PrefixLease(node, length, slots, placed_from=length, parting=parting)
+        return PrefixLease(node, length, slots, placed_from=length, parting=known if length < known else 0)
 
     def known(self, namespace: str, tokens: list[int]) -> int:
         """Number of positions that `acquire` would lease for these tokens now."""
@@ -149,66 +141,61 @@ class PrefixCache:
         labels = list(tokens[lease.length + 1 :][: slots.shape[0]]) if self._keep else []
         # A running sequence cannot replace its slots by those that another one has published.
         if labels and labels[0] not in lease.node.children:
-            own, placed = slots[: len(labels)], lease.placed(lease.length + len(labels))
-            lease.node = self._attach(lease.node, labels, own, self._suffix(own, placed))
+            lease.node = self._attach(lease.node, labels, slots, lease.placed_from - lease.length)
             lease.node.leases = 1
             lease.length += len(labels)
-            lease.placed_from, lease.parting = max(lease.placed_from, lease.length), range(0)
+            lease.placed_from, lease.parting = max(lease.placed_from, lease.length), 0
 
     def release(self, lease: PrefixLease, tokens: list[int], slots: Tensor) -> Tensor:
         """End a lease, and cache the slots of the positions after it. Returns the slots that the caller must free,
         because the cache has these tokens already or does not keep any. # slots [positions] int64 -> [freed] int64"""
-        placed = lease.placed(lease.length + slots.shape[0])
         if not self._keep:
-            self._take(slots, placed)
+            self._take(slots[lease.placed_from :])
             return slots
         self._now += 1
         text = tokens[: lease.length + slots.shape[0] + 1]
         node, length = self._descend(lease.node, text, lease.length)
         labels = list(text[length + 1 :])
-        twice = length - lease.length
-        if twice and self._windows is not None:
-            self._hand_over(self._windows, lease.node, node, slots[:twice], placed)
+        self._hand_over(lease, node, length, slots)
+        twice, left = slots[: length - lease.length], slots[length - lease.length + len(labels) :]
         if labels:
-            own = slice(twice, twice + len(labels))
-            node = self._attach(node, labels, slots[own], self._suffix(slots[own], placed[own]))
-            placed[own] = False
+            node = self._attach(node, labels, slots[len(twice) :], lease.placed_from - length)
             self.num_evictable += len(labels)
         for above in node.upwards():
             above.last_used = self._now
         self._unlock(lease.node)
         self._note(node)
-        self._take(slots, placed)
-        return torch.cat([slots[:twice], slots[twice + len(labels) :]])
+        self._take(left[max(0, lease.placed_from - length - len(labels)) :])
+        return torch.cat([twice, left])
 
-    def clear_places(self, wanted: int, running: Sequence[tuple[PrefixLease, int, Tensor]]) -> None:
-        """Take places until `wanted` are free, or until running sequences see all that are left. `running`: the lease,
-        the number of computed positions and the row of the slot table of each."""
+    def clear_places(self, wanted: int, running: Sequence[Running]) -> None:
+        """Take places until `wanted` are free, or until running sequences see all that are left."""
         assert self._windows is not None, "all slots keep their places"
-        first = {lease: max(0, computed - self._window + 1) for lease, computed, _ in running}
-        for lease, _, slots in running:
-            self.pass_until(lease, first[lease], slots)
+        for one in running:
+            self.pass_unseen(one)
         places = self._windows.places
         if wanted > places.num_free:
-            self.reclaim(max(wanted - places.num_free, places.capacity // _SHARE_AT_ONCE), [*first.items()])
-        for lease, _, slots in running:
+            firsts = [(lease, computed - self._window + 1) for lease, computed, _, _ in running]
+            self.reclaim(max(wanted - places.num_free, places.capacity // _SHARE_AT_ONCE), firsts)
+        for one in running:
             if wanted > places.num_free:
-                self.give_up_parting(lease, slots)
+                one[0].parting = 0  # the cache does without it
+                self.pass_unseen(one)
 
-    def pass_until(self, lease: PrefixLease, first: int, slots: Tensor) -> None:
-        """Take the places of a running sequence's positions before `first`, which no window reaches any more, but not
-        those that the cache will take over. # slots [positions] int64, as a row of the slot table"""
+    def pass_unseen(self, running: Running) -> None:
+        """Take the places of a running sequence's positions that no window reaches any more. The window that the cache
+        is to get is kept until none of its places is seen, and handed over then."""
+        lease, computed, tokens, slots = running
+        first = computed - self._window + 1
+        if 0 < lease.parting <= first:
+            node, length = self._descend(lease.node, tokens[: lease.parting + 1], lease.length)
+            self._hand_over(lease, node, length, slots[lease.length :])
+            lease.parting = 0
+        elif lease.parting:
+            first = min(first, lease.parting - self._window)
         if first > lease.placed_from:
-            own = np.arange(lease.placed_from, first)
-            passed = (own < lease.parting.start) | (own >= lease.parting.stop)
-            self._take(slots[lease.placed_from : first], passed)
+            self._take(slots[lease.placed_from : first])
             lease.placed_from = first
-
-    def give_up_parting(self, lease: PrefixLease, slots: Tensor) -> None:
-        """Take the places that the cache would take over from this sequence. # slots as in `pass_until`"""
-        kept = range(lease.parting.start, min(lease.parting.stop, lease.placed_from))
-        self._take(slots[kept.start : max(kept.start, kept.stop)], np.ones(len(kept), bool))
-        lease.parting = range(0)
 
     def reclaim(self, count: int, running: Sequence[tuple[PrefixLease, int]]) -> None:
         """Take `count` places of cached slots, or as many as there are: first those in the middle of nodes, then the
@@ -226,38 +213,32 @@ class PrefixCache:
         for kept in (self._window, 0):
             for node in nodes:
                 until = min(floors.get(node, len(node.labels)), len(node.labels) - kept)
-                if self._windows is not None and count > 0 and until > node.placed_from:
-                    self._windows.take(node.slots[node.placed_from : until])
+                if count > 0 and until > node.placed_from:
+                    self._take(node.slots[node.placed_from : until])
                     count -= until - node.placed_from
                     node.placed_from = until
 
-    def _hand_over(self, windows: Windows, leased: Node, node: Node, slots: Tensor, placed: Placed) -> None:
-        """Give places of slots that were computed twice to those of the nodes below the `leased` one down to `node`, if
-        they join a window before a node's end. Marks them as not `placed`. # slots, placed from the lease's end on"""
-        end = slots.shape[0]
-        for above in takewhile(lambda above: above is not leased, node.upwards()):
-            start = end - len(above.labels)
-            own = placed[max(start, end - self._window) : start + above.placed_from]
-            missing = _last_run(own)  # places that join those that are there
-            if missing:
-                given = slice(start + above.placed_from - missing, start + above.placed_from)
-                windows.hand_over(slots[given], above.slots[given.start - start : above.placed_from])
-                placed[given] = False
-                above.placed_from -= missing
-            end = start
+    def _hand_over(self, lease: PrefixLease, node: Node, length: int, slots: Tensor) -> None:
+        """Give places of slots that were computed twice, from the lease's end to `length`, to those of the nodes below
+        the leased one down to `node`, if they join a window before a node's end; take the others. # slots of positions
+        from the lease's end on"""
+        if self._windows is None or length == lease.length:
+            return
+        end = length
+        for above in takewhile(lambda above: above is not lease.node, node.upwards()):
+            size, start = len(above.labels), end - len(above.labels)
+            own, placed = slots[start - lease.length : end - lease.length], min(max(0, lease.placed_from - start), size)
+            gap = slice(min(above.placed_from, max(placed, size - self._window)), above.placed_from)
+            self._windows.hand_over(own[gap], above.slots[gap])
+            self._take(torch.cat([own[placed : gap.start], own[max(placed, gap.stop) :]]))
+            above.placed_from, end = gap.start, start
+        lease.placed_from = max(lease.placed_from, length)
         self._see(node)
 
-    def _suffix(self, slots: Tensor, placed: Placed) -> int:
-        """Take the places of slots that do not belong to the placed ones at the end, and return the index of the first
-        of these. # slots, placed [count]"""
-        first = len(placed) - _last_run(placed)
-        self._take(slots[:first], placed[:first])
-        return first
-
-    def _take(self, slots: Tensor, placed: Placed) -> None:
-        """Take the places of slots that are placed. # both [count]"""
-        if self._windows is not None and placed.any():
-            self._windows.take(slots if placed.all() else slots[send(slots.device, placed.nonzero()[0])[0]])
+    def _take(self, slots: Tensor) -> None:
+        """Take the places of slots, which all have one. # [count]"""
+        if self._windows is not None and len(slots):
+            self._windows.take(slots)
 
     def evict(self, count: int) -> Tensor:
         """Evict `count` slots, least recently used first, or all evictable ones if there are fewer.
@@ -333,9 +314,8 @@ class PrefixCache:
         return upper
 
     def _attach(self, node: Node, labels: list[int], slots: Tensor, placed_from: int) -> Node:
-        child = node.children[labels[0]] = Node(
-            labels, slots.clone(), node, last_used=self._now, placed_from=placed_from
-        )
+        own, placed_from = slots[: len(labels)].clone(), min(max(0, placed_from), len(labels))
+        child = node.children[labels[0]] = Node(labels, own, node, last_used=self._now, placed_from=placed_from)
         self._see(child)
         return child
 
@@ -357,9 +337,8 @@ class PrefixCache:
     def _shorten(self, leaf: Node, length: int) -> Node:
         """Cut a leaf to `length` labels. Returns the leaf, or its parent if no label is left."""
         self.num_evictable -= len(leaf.labels) - length
-        if self._windows is not None:
-            self._windows.take(leaf.slots[max(length, leaf.placed_from) :])
-            leaf.placed_from = min(length, leaf.placed_from)
+        self._take(leaf.slots[max(length, leaf.placed_from) :])
+        leaf.placed_from = min(length, leaf.placed_from)
         if length:
             leaf.labels, leaf.slots = leaf.labels[:length], leaf.slots[:length]
             return leaf
@@ -385,12 +364,6 @@ def _common(labels: list[int], tokens: list[int], start: int) -> int:
             most = tried - 1
         tried = (least + most + 1) // 2
     return least
-
-
-def _last_run(placed: Placed) -> int:
-    """Number of placed slots at the end."""
-    missing = (~placed).nonzero()[0]
-    return len(placed) - (int(missing[-1]) + 1 if len(missing) else 0)
 
 
 def _holds(leases: Sequence[PrefixLease]) -> Counter[Node]:

@@ -22,7 +22,7 @@ from kernels.rows import ExtendRows
 from kernels.tree_attention import MAX_NODES
 from service.engine.budget import DraftBudget
 from service.engine.kv_pool import SlotPool, SlotTable
-from service.engine.prefix_cache import PrefixCache, PrefixLease
+from service.engine.prefix_cache import PrefixCache, PrefixLease, Running
 from service.engine.requests import Submission
 from service.engine.sequence import Sequence
 from service.engine.waiting import Entry, PromptPace, Reader, ServiceCounters, WaitingQueue
@@ -195,8 +195,8 @@ class Scheduler:
         those with a place in layers with a window. # -> [held] int64"""
         own = [self._own_slots(sequence) for sequence in self.running]
         if placed:
-            which = (lease.placed(one.num_computed) for one in self.running if (lease := one.lease) is not None)
-            own = [slots[torch.from_numpy(there)] for slots, there in zip(own, which, strict=True)]
+            leases = [lease for one in self.running if (lease := one.lease) is not None]
+            own = [slots[lease.placed_from - lease.length :] for slots, lease in zip(own, leases, strict=True)]
         return torch.cat([self._cache.held(placed=placed), *own])
 
     def _own_slots(self, sequence: Sequence) -> Tensor:
@@ -211,6 +211,8 @@ class Scheduler:
                 self._cache.publish(sequence.lease, sequence.tokens, self._own_slots(sequence))
                 sequence.lease.is_published = True
                 self.queue.release(sequence)
+            if sequence.lease is not None and sequence.lease.parting:
+                self._cache.pass_unseen(self._in_cache(sequence))
 
     def _preempt_until_decoding_fits(self) -> None:
         """Preempt sequences until each decoding one has a slot. A sequence that runs alone always has one, because
@@ -351,8 +353,11 @@ class Scheduler:
             evicted = self._cache.evict(max(wanted - self._slots.num_free, _EVICT_AT_ONCE))
             self._slots.free(evicted, placed=False)
         if self._slots.windows is not None and wanted > self._slots.windows.places.num_free:
-            rows = [(s.lease, s.num_computed, self._table.slots[s.table_row]) for s in self.running if s.lease]
-            self._cache.clear_places(wanted, rows)
+            self._cache.clear_places(wanted, [self._in_cache(sequence) for sequence in self.running])
+
+    def _in_cache(self, sequence: Sequence) -> Running:
+        assert sequence.lease is not None, "a running sequence has a lease"
+        return sequence.lease, sequence.num_computed, sequence.tokens, self._table.slots[sequence.table_row]
 
 
 class Forecast:

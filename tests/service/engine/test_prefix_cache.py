@@ -133,13 +133,13 @@ def with_places(window: int, num_slots: int = 100, num_places: int = 60) -> tupl
     return pool, PrefixCache(CPU, windows=pool.windows), pool.windows
 
 
-def told(pool: SlotPool, cache: PrefixCache, tokens: list[int], seen: int | None = None) -> PrefixLease:
-    """Let a text come and go, whose positions before the last `seen` have lost their places. Returns its lease."""
+def told(pool: SlotPool, cache: PrefixCache, tokens: list[int], *, passes: bool = False) -> PrefixLease:
+    """Let a text come and go, whose positions may have lost the places that it does not see. Returns its lease."""
     lease = cache.acquire("", tokens)
     own = pool.allocate(len(tokens) - 1 - lease.length)
-    if seen is not None:
+    if passes:
         row = torch.cat([torch.zeros(lease.length, dtype=torch.int64), own])
-        cache.pass_until(lease, len(tokens) - 1 - seen, row)
+        cache.pass_unseen((lease, len(tokens) - 1, tokens, row))
     pool.free(cache.release(lease, tokens, own), placed=False)
     return lease
 
@@ -183,10 +183,10 @@ def test_what_is_computed_twice_gives_the_cache_the_window_where_texts_part() ->
     told(pool, cache, [*shared, 70, 71, 72, 73])
     cache.reclaim(16, [])
     lease = cache.acquire("", [*shared, 80, 81])
-    assert (lease.length, lease.parting) == (0, range(16, 19))
+    assert (lease.length, lease.parting) == (0, 19)
     cache.release(lease, [], slots())
-    told(pool, cache, [*shared, *range(80, 90)], seen=3)
-    third = told(pool, cache, [*shared, *range(90, 95)], seen=3)
+    told(pool, cache, [*shared, *range(80, 90)], passes=True)
+    third = told(pool, cache, [*shared, *range(90, 95)], passes=True)
     assert third.length == 19
     assert windows.of(third.slots).tolist()[:16] == [0] * 16
     assert (windows.of(third.slots[16:]) > 0).all()
@@ -255,10 +255,10 @@ class World:
         """Take places of one text's own slots, then of the cache's; but none that a text sees."""
         first = {one.lease: max(0, one.lease.length + len(one.own) - self.window + 1) for one in self.running}
         row = slots(*[0] * text.lease.length, *text.own)
-        self.cache.pass_until(text.lease, first[text.lease], row)
-        self.cache.reclaim(count, [*first.items()])
-        if count == 1:
-            self.cache.give_up_parting(text.lease, row)
+        for parting in (text.lease.parting, 0 if count == 1 else text.lease.parting):
+            text.lease.parting = min(text.lease.parting, parting)
+            self.cache.pass_unseen((text.lease, text.lease.length + len(text.own), text.tokens, row))
+            self.cache.reclaim(count, [*first.items()])
         if self.pool.windows is not None:
             for one in self.running:
                 seen = torch.cat([*[node.slots for node in one.lease.node.upwards()][::-1], slots(*one.own)])
@@ -281,8 +281,8 @@ class World:
         assert self.cache.num_evictable == len(held) - len(self.leased())
         assert self.leased() <= set(held)
         if (windows := self.pool.windows) is not None:
-            ours = [(slots(*text.own), text.lease.placed(text.lease.length + len(text.own))) for text in self.running]
-            there = torch.cat([*[of[torch.from_numpy(which)] for of, which in ours], self.cache.held(placed=True)])
+            ours = [slots(*text.own[one.placed_from - one.length :]) for text in self.running if (one := text.lease)]
+            there = torch.cat([*ours, self.cache.held(placed=True)])
             places = [*windows.of(there).tolist(), *windows.places.free_slots().tolist()]
             assert sorted(places) == list(range(1, 30))
             assert windows.of(slots(*own, *held)).count_nonzero() == len(there)
