@@ -22,9 +22,9 @@ from kernels.rows import ExtendRows
 from kernels.tree_attention import MAX_NODES
 from service.engine.budget import DraftBudget
 from service.engine.kv_pool import SlotPool, SlotTable
-from service.engine.prefix_cache import PrefixCache, PrefixLease, Running
+from service.engine.prefix_cache import PrefixCache, PrefixLease
 from service.engine.requests import Submission
-from service.engine.sequence import Sequence
+from service.engine.sequence import Sequence, in_cache
 from service.engine.waiting import Entry, PromptPace, Reader, ServiceCounters, WaitingQueue
 
 _EVICT_AT_ONCE = 256
@@ -193,15 +193,13 @@ class Scheduler:
     def held_slots(self, *, placed: bool = False) -> Tensor:
         """Collect the slots of the cache and of running sequences, each once, for conservation checks. `placed`: only
         those with a place in layers with a window. # -> [held] int64"""
-        own = [self._own_slots(sequence) for sequence in self.running]
-        if placed:
-            leases = [lease for one in self.running if (lease := one.lease) is not None]
-            own = [slots[lease.placed_from - lease.length :] for slots, lease in zip(own, leases, strict=True)]
+        own = (self._own_slots(sequence, placed=placed) for sequence in self.running)
         return torch.cat([self._cache.held(placed=placed), *own])
 
-    def _own_slots(self, sequence: Sequence) -> Tensor:
+    def _own_slots(self, sequence: Sequence, *, placed: bool = False) -> Tensor:
         """Slots of a running sequence that do not belong to the cache. # -> [positions] int64"""
-        return self._table.slots[sequence.table_row, sequence.num_shared : sequence.num_computed]
+        first = sequence.lease.placed_from if placed and sequence.lease is not None else sequence.num_shared
+        return self._table.slots[sequence.table_row, first : sequence.num_computed]
 
     def _note_progress(self) -> None:
         """Charge clients for the last step, and publish prompts that are now computed in the prefix cache."""
@@ -212,7 +210,7 @@ class Scheduler:
                 sequence.lease.is_published = True
                 self.queue.release(sequence)
             if sequence.lease is not None and sequence.lease.parting:
-                self._cache.pass_unseen(self._in_cache(sequence))
+                self._cache.pass_unseen(in_cache(sequence, self._table))
 
     def _preempt_until_decoding_fits(self) -> None:
         """Preempt sequences until each decoding one has a slot. A sequence that runs alone always has one, because
@@ -353,11 +351,7 @@ class Scheduler:
             evicted = self._cache.evict(max(wanted - self._slots.num_free, _EVICT_AT_ONCE))
             self._slots.free(evicted, placed=False)
         if self._slots.windows is not None and wanted > self._slots.windows.places.num_free:
-            self._cache.clear_places(wanted, [self._in_cache(sequence) for sequence in self.running])
-
-    def _in_cache(self, sequence: Sequence) -> Running:
-        assert sequence.lease is not None, "a running sequence has a lease"
-        return sequence.lease, sequence.num_computed, sequence.tokens, self._table.slots[sequence.table_row]
+            self._cache.clear_places(wanted, [in_cache(sequence, self._table) for sequence in self.running])
 
 
 class Forecast:

@@ -4,7 +4,8 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 
 from service.engine.draft_gate import SequenceGain, traffic_class
-from service.engine.prefix_cache import PrefixLease
+from service.engine.kv_pool import SlotTable
+from service.engine.prefix_cache import PrefixLease, Running
 from service.engine.requests import FinishReason, GenerationRequest, SamplingParams, TokenLogprob
 from service.engine.sampling import SamplingState, drops_tokens
 from service.text.tokenizer import IncrementalDetokenizer
@@ -204,3 +205,9 @@ def new_sequence(request: GenerationRequest, index: int) -> Sequence:
     traffic = traffic_class(params.temperature, has_grammar=has_grammar, is_filtered=drops_tokens(params))
     gain = SequenceGain(traffic, may_draft=request.speculation.enabled and request.speculation.max_budget != 0)
     return Sequence(request, index, list(request.prompt), len(request.prompt), gain=gain)
+
+
+def in_cache(sequence: Sequence, table: SlotTable) -> Running:
+    """Describe a running sequence to the prefix cache."""
+    assert sequence.lease is not None, "a running sequence has a lease"
+    return sequence.lease, sequence.num_computed, sequence.tokens, table.slots[sequence.table_row]
