@@ -16,8 +16,8 @@ from service import __version__
 from service.api.connections import listen
 from service.assembly import NO_KERNELS, check_writable, device_of, dtype_of, limits_of
 from service.config import GIB, ServiceConfig
-from service.drafter import choose_drafter
-from service.engine.checks import VERIFIED
+from service.drafter import choose_drafter, drafter_needs
+from service.engine.checks import VERIFIED, text_bytes
 from service.engine.ends import names_of_ends
 from service.engine.gguf_reader import part_paths
 from service.engine.kv_pool import KVShape
@@ -116,7 +116,10 @@ def _memory(config: ServiceConfig) -> str:
         free, total = torch.cuda.mem_get_info(device)
         return f"{free / GIB:.1f} of {total / GIB:.1f} GiB of the GPU are free"
     pool_bytes = config.kv_cache_bytes("cpu", 0)
-    taken = check_free_memory(_weight_bytes(config.model_source), pool_bytes)
+    name, folder = choose_drafter(config, starts=True)
+    drafter = config.drafter_path if "model" in drafter_needs(name) else folder
+    loaded = (str(path) for path in (config.model_source, drafter) if path is not None)
+    taken = check_free_memory(sum(map(_weight_bytes, loaded)), pool_bytes)
     text = _target(config).config.get_text_config()
     limits = limits_of(config, text.max_position_embeddings)
     room = room_for(KVShape(kv_layers(text), dtype_of(config, device)), pool_bytes, limits)
@@ -124,10 +127,11 @@ def _memory(config: ServiceConfig) -> str:
 
 
 def _weight_bytes(model: str) -> int:
-    """Return the size of a model's files in bytes, or 0 for a model on the hub, which is not downloaded for this."""
-    file = gguf_file(model)
-    files = part_paths(file) if file is not None else Path(model).expanduser().glob("*.safetensors")
-    return sum(one.stat().st_size for one in files)
+    """Return the bytes of what is loaded of a model's or a drafter's files, or 0 for those on the hub, which are not
+    downloaded for this."""
+    if (file := gguf_file(model)) is None:
+        return text_bytes(Path(model).expanduser().glob("*.safetensors"))
+    return sum(one.stat().st_size for one in part_paths(file))
 
 
 def _state_dir(config: ServiceConfig) -> str:

@@ -3,42 +3,17 @@
 import json
 import re
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from itertools import product
 from pathlib import Path
 from typing import Any, Literal
 
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig
 
+from kernels.families import FAMILIES
 from service.errors import StartupError
 
-VERIFIED = frozenset(
-    {
-        "cohere2",
-        "exaone4",
-        "gemma",
-        "gemma2",
-        "gemma3_text",
-        "gemma4_text",
-        "glm4",
-        "glm4_moe",
-        "gpt_oss",
-        "granite",
-        "llama",
-        "ministral3",
-        "mistral",
-        "mixtral",
-        "olmo2",
-        "olmo3",
-        "olmoe",
-        "phi3",
-        "qwen2",
-        "qwen3",
-        "qwen3_moe",
-        "smollm3",
-        "starcoder2",
-    }
-)
+VERIFIED = frozenset({*FAMILIES, "cohere2", "glm4", "starcoder2"})
 """Model types of transformers whose logits are compared with those of other engines by `tests/conformance`. A type is
 added together with its row in that suite."""
 
@@ -169,6 +144,13 @@ def _tensors(file: Path) -> list[tuple[str, dict[str, Any]]]:
         return [(name, dict(about)) for name, about in pairs if name != "__metadata__"]
     except (ValueError, TypeError) as error:
         raise StartupError(f"{file}: the weights are damaged; copy or download them again: {error}") from error
+
+
+def text_bytes(files: Iterable[Path]) -> int:
+    """Bytes of the weights in safetensors files, without those that `_NOT_OF_THE_TEXT` names. Raises StartupError."""
+    tensors = (tensor for file in files for tensor in _tensors(file))
+    spans = (about["data_offsets"] for name, about in tensors if not _NOT_OF_THE_TEXT.match(name))
+    return sum(end - begin for begin, end in spans)
 
 
 def refuse_incomplete(report: Mapping[str, Collection[Any]], config: PreTrainedConfig) -> None:

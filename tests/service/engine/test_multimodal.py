@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from service.engine.checks import text_bytes
 from service.engine.weights import LoadedModel
 from service.errors import StartupError
 from tests.conformance.checkpoints import CHECKPOINTS, Checkpoint, made, save
@@ -50,6 +51,7 @@ def test_the_text_model_is_the_same_as_alone(checkpoint: Checkpoint, tmp_path: P
         assert any("vision" in key for key in load_file(folder / FILE))
         found = load(folder)
         assert_same(found, alone)
+        assert text_bytes([folder / FILE]) == text_bytes([tmp_path / "alone" / FILE])
         assert found.model.config.model_type == checkpoint.model_type
         assert (found.num_parameters, found.kv_shape) == (alone.num_parameters, alone.kv_shape)
 
