@@ -215,10 +215,10 @@ class _Weights:
             correction=self._numbers(f"{router}.e_score_correction_bias"),
             expert_scale=self._numbers("router.per_expert_scale"),
             experts=self._ops.plan_experts(
-                self._stack(f"{experts}.gate_up_proj", spec.transposed),
-                self._stack(f"{experts}.down_proj", spec.transposed),
-                self._biases(f"{experts}.gate_up_proj_bias", spec.transposed),
-                self._biases(f"{experts}.down_proj_bias", spec.transposed),
+                self._stack(f"{experts}.gate_up_proj"),
+                self._stack(f"{experts}.down_proj"),
+                self.optional(f"{experts}.gate_up_proj_bias"),
+                self.optional(f"{experts}.down_proj_bias"),
                 spec.gate,
             ),
             shared=None if spec.shared is None else self._dense(f"mlp.{spec.shared}", spec.gate),
@@ -228,30 +228,17 @@ class _Weights:
         gate_up = self.product(f"{part}.gate_proj", f"{part}.up_proj", fused=f"{part}.gate_up_proj")
         return DenseFeedForward(self._ops, gate_up, self.product(f"{part}.down_proj"), gate)
 
-    def _stack(self, name: str, transposed: bool) -> StackedWeight:
-        """Take the weights of all experts. # -> [experts, out, in], gate rows before up rows"""
+    def _stack(self, name: str) -> StackedWeight:
+        """Take the weights of all experts. # -> [experts, out, in]"""
         weight = self.left.pop(name)
         assert isinstance(weight, Tensor | QuantisedStack), "the matrices of experts are stacked"
-        if not (transposed and isinstance(weight, Tensor)):
-            return weight
-        weight = weight.transpose(1, 2)
-        return _halves(weight) if name.endswith("gate_up_proj") else weight.contiguous()
-
-    def _biases(self, name: str, transposed: bool) -> Tensor | None:
-        """Take the biases of all experts. # -> [experts, out]"""
-        bias = self.optional(name)
-        return _halves(bias) if bias is not None and transposed and "gate_up" in name else bias
+        return weight
 
 
 def feed_forward_of(weights: Mapping[str, Tensor], ops: Ops, spec: FeedForwardSpec) -> FeedForwardOp:
     """Build a feed-forward alone, of one part, from weights named as in a layer. # weights [...] each"""
     assert not spec.beside, "each part would have norms"
     return _Weights(weights, ops).feed_forward(spec, lambda x, weight: x)
-
-
-def _halves(interleaved: Tensor) -> Tensor:
-    """Sort gate rows before up rows. # [experts, 2 * width, ...] -> like it"""
-    return torch.cat((interleaved[:, ::2], interleaved[:, 1::2]), dim=1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,8 +261,8 @@ class DecoderLayer:
     def of(
         weights: Mapping[str, StackedWeight | Weight], ops: Ops, spec: LayerSpec, *, epsilon: float
     ) -> "DecoderLayer":
-        """Build a layer from weights named as in transformers. Raises ValueError if weights are missing, or if there
-        are others that the record does not say."""
+        """Build a layer from weights named as in transformers, those of experts as `plan_experts` takes them. Raises
+        ValueError if weights are missing, or if there are others that the record does not say."""
         found, attention = _Weights(weights, ops), spec.attention
 
         def norm(x: Tensor, weight: Tensor) -> Tensor:

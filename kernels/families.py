@@ -68,7 +68,6 @@ class FeedForwardSpec:
     router_name: str = "gate"  # module of the router within `mlp`
     shared: str | None = None  # module within `mlp` of a dense feed-forward that is added to the experts' output
     beside: bool = False  # experts run beside the dense feed-forward, on the hidden states; each part has norms
-    transposed: bool = False  # dense experts are stored [experts, in, out], with gate and up columns interleaved
 
 
 @dataclass(frozen=True, slots=True)
@@ -300,7 +299,6 @@ def gpt_oss(config: Config) -> ModelSpec:
         GateForm("clamped_swiglu", config["swiglu_limit"]),
         Router(config["num_experts_per_tok"], "softmax_of_chosen", normalised=False),
         router_name="router",
-        transposed=True,
     )
     layers = [_layer(config, window, sinks=True) for window in windows_of(config)]
     return _model(config, [replace(layer, feed_forward=experts) for layer in layers], halved_angles=True)

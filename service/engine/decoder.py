@@ -22,9 +22,12 @@ from kernels.rows import ExtendRows
 from kernels.tree_attention import KVRows
 from service.engine.kv_pool import KVPool, Plan
 from service.engine.modules import (
+    EXPERT_WEIGHTS,
     LayerForms,
     ModuleLayers,
     decoder_layers,
+    expert_weights,
+    is_experts,
     matrix_of,
     replace_linears,
     weights_of,
@@ -296,7 +299,13 @@ def _refuse_difference(
 
 def _layer_of(module: nn.Module, own: LayerSpec, spec: ModelSpec, ops: Ops) -> DecoderLayer:
     """Build a layer of ops with the module's weights. Raises ValueError if these are not what the record says."""
-    return DecoderLayer.of({**weights_of(module), **dict(module.named_buffers())}, ops, own, epsilon=spec.epsilon)
+    weights = {**weights_of(module), **dict(module.named_buffers())}
+    for place, experts in module.named_modules():
+        if is_experts(experts):
+            *found, _ = expert_weights(experts)
+            named = zip(EXPERT_WEIGHTS, found, strict=True)
+            weights |= {f"{place}.{name}": weight for name, weight in named if weight is not None}
+    return DecoderLayer.of(weights, ops, own, epsilon=spec.epsilon)
 
 
 def _epsilon(model: PreTrainedModel) -> float:

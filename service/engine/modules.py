@@ -202,6 +202,7 @@ class QuantisedEmbedding(nn.Module):
 
 STACKS = ("gate_up_proj", "down_proj")
 """Names of the matrices of transformers' modules of experts."""
+EXPERT_WEIGHTS = (*STACKS, "gate_up_proj_bias", "down_proj_bias")
 
 
 class QuantisedExperts(nn.Module):
@@ -255,7 +256,7 @@ def expert_weights(module: nn.Module) -> ExpertWeights:
         interleaved = not module.is_concatenated and name.startswith("gate")
         return torch.cat((weight[:, ::2], weight[:, 1::2]), dim=1) if interleaved else weight.contiguous()
 
-    return (*map(of, (*STACKS, *(f"{name}_bias" for name in STACKS))), gate)
+    return (*map(of, EXPERT_WEIGHTS), gate)
 
 
 def is_experts(module: nn.Module) -> bool:
