@@ -245,9 +245,9 @@ class RunLayers(Protocol):
 
 
 class GateForm(NamedTuple):
-    """The nonlinearity of a feed-forward, which multiplies gate and up projections."""
+    """The nonlinearity of a feed-forward, which multiplies gate and up projections; `sigmoid` gates other outputs."""
 
-    activation: Literal["silu", "gelu_tanh", "clamped_swiglu"]
+    activation: Literal["silu", "gelu_tanh", "clamped_swiglu", "sigmoid"]
     limit: float = 0.0  # bound of both projections; only of `clamped_swiglu`
 
 
@@ -286,14 +286,16 @@ def add_rms_norm(
 
 
 def gate_mul(joined: Tensor, gate: GateForm) -> Tensor:
-    """y = round(f(g)) * u on the concatenated gate and up projections g, u. f is silu(g) = g / (1 + exp(-g)), or GELU
-    by its tanh approximation. `clamped_swiglu` (gpt-oss): y = g / (1 + exp(-1.702 g)) * (u + 1), g <= limit and
+    """y = round(f(g)) * u on the concatenated gate and up projections g, u. f is silu(g) = g / (1 + exp(-g)), GELU by
+    its tanh approximation, or 1 / (1 + exp(-g)). `clamped_swiglu` (gpt-oss): y = g / (1 + exp(-1.702 g)) * (u + 1), g <= limit and
     |u| <= limit, rounded once. # joined [..., 2 * width], gate first -> [..., width]"""
     first, up = joined.chunk(2, dim=-1)
     if gate.activation == "silu":
         return functional.silu(first) * up
     if gate.activation == "gelu_tanh":
         return functional.gelu(first, approximate="tanh") * up
+    if gate.activation == "sigmoid":
+        return torch.sigmoid(first) * up
     first, up = first.float().clamp(max=gate.limit), up.float().clamp(-gate.limit, gate.limit)
     return (first * torch.sigmoid(SWIGLU_ALPHA * first) * (up + 1)).to(joined.dtype)
 

@@ -37,7 +37,7 @@ void apply_norm(const T* x, const T* weight, float scale, float offset, int64_t 
     }
 }
 
-// f(gate) up, of which all f are gate / (1 + exp(-s(gate)))
+// f(gate) up, of which all f are gate / (1 + exp(-s(gate))), or 1 / (1 + exp(-gate))
 template <int ACTIVATION, class T>
 Vec gated(Vec gate, Vec up, float limit) {
     Vec s = gate;
@@ -48,6 +48,7 @@ Vec gated(Vec gate, Vec up, float limit) {
         s = 1.702f * gate;
     }
     Vec e = exp2_of((Vec)((IVec)s | INT32_MIN) * 1.44269504f);  // exp(-|s|)
+    if (ACTIVATION == SIGMOID) gate = splat(1.0f);
     Vec opened = gate * (s < 0.0f ? e : splat(1.0f)) / (1.0f + e);
     return ACTIVATION == CLAMPED_SWIGLU ? opened * (up + 1.0f) : rounded<T>(opened) * up;
 }
@@ -103,6 +104,7 @@ template <class T>
 void gate_mul(const T* joined, T* y, int64_t rows, int64_t width, int64_t activation, float limit) {
     if (activation == SILU) return gate_rows<SILU>(joined, y, rows, width, limit);
     if (activation == GELU_TANH) return gate_rows<GELU_TANH>(joined, y, rows, width, limit);
+    if (activation == SIGMOID) return gate_rows<SIGMOID>(joined, y, rows, width, limit);
     gate_rows<CLAMPED_SWIGLU>(joined, y, rows, width, limit);
 }
 

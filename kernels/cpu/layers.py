@@ -168,7 +168,7 @@ def _offset(offset: float | None) -> float:
     return -1.0 if offset is None else offset
 
 
-ACTIVATIONS = ("silu", "gelu_tanh", "clamped_swiglu")
+ACTIVATIONS = ("silu", "gelu_tanh", "clamped_swiglu", "sigmoid")
 """Activations of a gate, in the order of ops.h."""
 
 

@@ -43,7 +43,7 @@ struct Rotary {
     int64_t columns;        // of a head that are rotated
 };
 
-constexpr int64_t SILU = 0, GELU_TANH = 1, CLAMPED_SWIGLU = 2;
+constexpr int64_t SILU = 0, GELU_TANH = 1, CLAMPED_SWIGLU = 2, SIGMOID = 3;
 
 // offset < 0: the norm is rounded before it is weighted.
 template <class T>

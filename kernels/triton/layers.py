@@ -219,6 +219,8 @@ def gated(
     angle = gate
     if ACTIVATION == "gelu_tanh":  # 0.5 (1 + tanh(x)) = 1 / (1 + exp(-2 x))
         angle = 1.5957691216 * (gate + 0.044715 * gate * gate * gate)
+    if ACTIVATION == "sigmoid":
+        gate = tl.full(gate.shape, 1.0, tl.float32)
     return (gate / (1.0 + tl.exp(-angle))).to(kind).to(tl.float32) * up
 
 
