@@ -20,7 +20,8 @@ from benchmarks.gguf_shapes import SHAPES, Mix, write_shape
 from benchmarks.peers import open_llama_cpp
 from benchmarks.shared import percentile
 from drafters.files import replacing
-from kernels.decoder_layer import DecoderLayer, SparseFeedForward
+from kernels.decoder_layer import DecoderLayer
+from kernels.feed_forward import SparseFeedForward
 from kernels.ops import REFERENCE, Ops
 from kernels.rows import ExtendRows
 from service.assembly import Assembly

@@ -4,17 +4,20 @@ where its model family has them. `kernels.families` describes the layers of a fa
 Legend: rows = tokens of one forward, hidden = the model's width, dim = head_dim.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from kernels.experts import Experts, QuantisedStack, Router, StackedWeight
-from kernels.families import AttentionSpec, FeedForwardSpec, LayerSpec, Norms
-from kernels.layers import GateForm, Heads, Product, RotaryRows, Weight, dense, join
+from kernels.experts import QuantisedStack, Router, StackedWeight
+from kernels.feed_forward import DenseFeedForward, FeedForwardOp, ParallelFeedForward, SparseFeedForward
+from kernels.layers import GateForm, Heads, Product, RotaryRows, Weight, dense, join, rows_of
+from kernels.mixers import Attention, Recurrent
 from kernels.ops import Ops
+from kernels.recurrence import Convolution, Recurrence, StateRows
+from kernels.specs import AttentionSpec, FeedForwardSpec, LayerSpec, Norms, RecurrentSpec
 from kernels.tree_attention import MAX_DEPTH, AttentionForm, KVRows
 
 
@@ -25,6 +28,7 @@ class RowPlaces:
     rotary: Mapping[str, RotaryRows]  # by the names of `AttentionSpec.rope`
     groups: tuple[KVRows, ...]  # one for all layers, or one for layers without a window and one for those with one
     per_layer: Tensor | None = None  # [layers, rows, width], the rows' embeddings for each layer
+    states: StateRows | None = None  # of recurrent layers
 
     def of(self, window: int | None) -> KVRows:
         """Return the group of layers with this window."""
@@ -54,66 +58,6 @@ class RotaryTable:
         return RotaryRows(cos, sin, None if self.query_scale is None else self.query_scale[positions])
 
 
-class FeedForwardOp(Protocol):
-    """The feed-forward of a layer."""
-
-    def __call__(self, x: Tensor, hidden: Tensor) -> Tensor:
-        """Compute the output from the normed states `x` or the hidden states. # both [rows, hidden] -> like x"""
-
-
-@dataclass(frozen=True, slots=True)
-class DenseFeedForward:
-    """down(gate(gate_up(x)))."""
-
-    ops: Ops
-    gate_up: Product
-    down: Product
-    gate: GateForm
-
-    def __call__(self, x: Tensor, hidden: Tensor) -> Tensor:
-        return self.down(self.ops.gate_mul(self.gate_up(x), self.gate))
-
-
-@dataclass(frozen=True, slots=True)
-class SparseFeedForward:
-    """The weighted sum of chosen experts' outputs, plus that of a shared expert if there is one."""
-
-    ops: Ops
-    router: Router
-    logits: Product  # scores of experts
-    correction: Tensor | None  # [experts], added to scores for the choice alone
-    expert_scale: Tensor | None  # [experts], factor on the weights of the chosen
-    experts: Experts
-    shared: DenseFeedForward | None
-
-    def __call__(self, x: Tensor, hidden: Tensor) -> Tensor:
-        y = self.routed(x, x)
-        return y if self.shared is None else y.add_(self.shared(x, hidden))
-
-    def routed(self, x: Tensor, seen: Tensor) -> Tensor:
-        """Sum up the outputs of the experts that the router chooses for `seen`. # x, seen [rows, hidden] -> like x"""
-        given = seen.float() if self.router.scores == "sigmoid" else seen
-        logits = self.logits(given).float()
-        return self.experts(x, *self.ops.choose_experts(logits, self.router, self.correction, self.expert_scale))
-
-
-@dataclass(frozen=True, slots=True)
-class ParallelFeedForward:
-    """A dense feed-forward, and experts beside it on the hidden states: the sum of the norms of their outputs."""
-
-    dense: DenseFeedForward
-    sparse: SparseFeedForward
-    norm: Callable[[Tensor, Tensor], Tensor]  # x [rows, hidden], weight [hidden] -> like x
-    router_norm: Tensor  # [hidden], like the others
-    input_norm: Tensor
-    output_norms: tuple[Tensor, Tensor]
-
-    def __call__(self, x: Tensor, hidden: Tensor) -> Tensor:
-        beside = self.sparse.routed(self.norm(hidden, self.input_norm), self.norm(hidden, self.router_norm))
-        y = self.norm(self.dense(x, hidden), self.output_norms[0])
-        return y.add_(self.norm(beside, self.output_norms[1]))
-
-
 @dataclass(frozen=True, slots=True)
 class PerLayerInput:
     """What the embeddings of tokens for a layer add to its hidden states: norm(projection(gelu(gate(h)) * e))."""
@@ -131,21 +75,97 @@ class PerLayerInput:
         return self.norm(self.projection(self.ops.gate_mul(joined, GateForm("gelu_tanh"))))
 
 
+Renamed = tuple[tuple[str, str], ...]
+
+
 class _Weights:
     """The weights of a layer by name, of which each must be taken once."""
 
-    def __init__(self, weights: Mapping[str, StackedWeight | Weight], ops: Ops) -> None:
-        self.left, self._ops = dict(weights), ops
+    def __init__(self, weights: Mapping[str, StackedWeight | Weight], ops: Ops, renamed: Renamed = ()) -> None:
+        self._ops = ops
+        self.left = {_usual(name, renamed): weight for name, weight in weights.items()}
 
     def product(self, *places: str, fused: str = "") -> Product:
         """Plan the product with the joined weights of these modules, or of the one that has all of them. Raises
         ValueError if some are missing."""
-        places = (fused,) if f"{fused}.weight" in self.left else places
+        return self._ops.plan_linear(*self._joined((fused,) if f"{fused}.weight" in self.left else places))
+
+    def _joined(self, places: Sequence[str]) -> tuple[Weight, Tensor | None]:
         found = [self._matrix(f"{place}.weight") for place in places if f"{place}.weight" in self.left]
         biases = [self.vector(f"{place}.bias") for place in places if f"{place}.bias" in self.left]
         if len(found) < len(places) or len(biases) not in (0, len(places)):
             raise ValueError(f"weights of {', '.join(places)} are missing, or some of their biases")
-        return self._ops.plan_linear(join(found), torch.cat(biases) if biases else None)
+        return join(found), torch.cat(biases) if biases else None
+
+    def mixer(self, spec: LayerSpec, epsilon: float) -> Attention | Recurrent:
+        """Plan the attention or the recurrence."""
+        if isinstance(spec.mixer, RecurrentSpec):
+            return self._recurrent(spec.mixer, epsilon)
+        own, heads = spec.mixer, self.heads(spec.mixer, epsilon, spec.norm_offset)
+        sinks = self.vector("self_attn.sinks").float() if own.sinks else None
+        if own.gated:
+            self._part_gates(own)
+        names = [*heads.projected, "gate"] if own.gated else heads.projected
+        return Attention(
+            self._ops,
+            own.rope,
+            AttentionForm(own.scale, own.window, own.softcap, sinks),
+            heads,
+            self.product(*(f"self_attn.{name}_proj" for name in names), fused="self_attn.qkv_proj"),
+            self.product("self_attn.o_proj"),
+            own.gated,
+        )
+
+    def _part_gates(self, spec: AttentionSpec) -> None:
+        """Part the projection of queries, in which each head has its gate behind its query."""
+        by_head = torch.arange(2 * spec.query_heads * spec.dim).view(spec.query_heads, 2, -1)
+        for kind in ("weight", "bias"):
+            if f"self_attn.q_proj.{kind}" in self.left:
+                whole = self.left.pop(f"self_attn.q_proj.{kind}")
+                assert not isinstance(whole, QuantisedStack), "only experts are stacked"
+                for part, name in enumerate(("q", "gate")):
+                    self.left[f"self_attn.{name}_proj.{kind}"] = rows_of(whole, by_head[:, part].flatten())
+
+    def _recurrent(self, spec: RecurrentSpec, epsilon: float) -> Recurrent:
+        def name(part: str) -> str:
+            return f"{spec.module}.{part}"
+
+        taps = self.vector(name("conv1d.weight")).flatten(1)  # [columns, kernel]
+        convolution = Convolution(taps, self.optional(name("conv1d.bias")), activated=bool(spec.heads))
+        if taps.shape != (spec.columns, spec.kernel):
+            raise ValueError(f"the convolution has the shape {list(taps.shape)}")
+        if not spec.heads:
+            projection, norm, recurrence, first, group = self.product(name("in_proj")), None, None, 0, 0
+        else:
+            projection, norm = self._recurrent_projection(spec), self.vector(name("norm.weight"))
+            first = 0 if spec.corrects else spec.heads * spec.value_dim  # where the gate ends
+            group = spec.value_dim if spec.corrects else first // spec.key_heads
+            recurrence = Recurrence(
+                *(spec.key_heads, spec.heads, spec.key_dim, spec.value_dim),
+                decay=-self.vector(name("A_log")).float().exp(),
+                time_bias=self.vector(name("dt_bias")).float(),
+                corrects=spec.corrects,
+                skip=None if spec.corrects else self.vector(name("D")).float(),
+                time_limits=spec.time_limits,
+            )
+        output = self.product(name("out_proj"))
+        return Recurrent(self._ops, projection, first, convolution, recurrence, norm, group, epsilon, output)
+
+    def _recurrent_projection(self, spec: RecurrentSpec) -> Product:
+        """Plan the product of columns that the state reads and of the gate: [q | k | v | a | b | gate] for the delta
+        rule, where Qwen3-Next has them by key heads; [gate | x | B | C | dt] for Mamba-2."""
+        parts = [f"{spec.module}.in_proj{part}" for part in ("_qkv", "_a", "_b", "_z")]
+        if not spec.corrects:
+            return self.product(f"{spec.module}.in_proj")
+        if f"{parts[0]}z.weight" not in self.left:
+            return self.product(*parts)
+        shared = spec.heads // spec.key_heads
+        wide, keys = shared * spec.value_dim, spec.key_dim
+        weight, bias = self._joined([f"{parts[0]}z", f"{spec.module}.in_proj_ba"])
+        places = torch.arange(weight.shape[0])
+        q, k, v, z = places[: -2 * spec.heads].view(spec.key_heads, -1).split((keys, keys, wide, wide), dim=1)
+        b, a = places[-2 * spec.heads :].view(spec.key_heads, -1).split(shared, dim=1)
+        return self._ops.plan_linear(rows_of(weight, torch.cat([part.flatten() for part in (q, k, v, a, b, z)])), bias)
 
     def heads(self, spec: AttentionSpec, epsilon: float, norm_offset: float | None) -> Heads:
         """Describe the heads of the fused projection."""
@@ -222,6 +242,7 @@ class _Weights:
                 spec.gate,
             ),
             shared=None if spec.shared is None else self._dense(f"mlp.{spec.shared}", spec.gate),
+            shared_gate=self.product(f"mlp.{spec.shared}_gate") if spec.shared_gated else None,
         )
 
     def _dense(self, part: str, gate: GateForm) -> DenseFeedForward:
@@ -241,18 +262,21 @@ def feed_forward_of(weights: Mapping[str, Tensor], ops: Ops, spec: FeedForwardSp
     return _Weights(weights, ops).feed_forward(spec, lambda x, weight: x)
 
 
+def _usual(name: str, renamed: Renamed) -> str:
+    """What most families call the weight that one calls `name`."""
+    return next((usual + name.removeprefix(own) for own, usual in renamed if name.startswith(own)), name)
+
+
 @dataclass(frozen=True, slots=True)
 class DecoderLayer:
     """One decoder layer: its planned weights, and the ops of their device that run it."""
 
     ops: Ops
-    rope: str | None  # name of its rotary embedding; None: no rotation
-    form: AttentionForm
-    heads: Heads
+    mixer: Attention | Recurrent
     norms: Norms[Tensor | None]  # [hidden] each
+    epsilon: float
+    norm_offset: float | None
     residual: float  # factor on what is added to the hidden states
-    query_key_value: Product
-    output: Product
     feed_forward: FeedForwardOp
     per_layer: PerLayerInput | None
     scalar: Tensor | None  # [1], factor on the layer's output
@@ -263,25 +287,19 @@ class DecoderLayer:
     ) -> "DecoderLayer":
         """Build a layer from weights named as in transformers, those of experts as `plan_experts` takes them. Raises
         ValueError if weights are missing, or if there are others that the record does not say."""
-        found, attention = _Weights(weights, ops), spec.attention
+        found = _Weights(weights, ops, spec.renamed)
 
         def norm(x: Tensor, weight: Tensor) -> Tensor:
             return ops.add_rms_norm(x.contiguous(), None, weight, epsilon, spec.norm_offset)
 
         try:
-            heads = found.heads(attention, epsilon, spec.norm_offset)
-            sinks = found.vector("self_attn.sinks").float() if attention.sinks else None
             layer = DecoderLayer(
                 ops,
-                attention.rope,
-                AttentionForm(attention.scale, attention.window, attention.softcap, sinks),
-                heads,
+                found.mixer(spec, epsilon),
                 norms=Norms(*(None if name is None else found.vector(f"{name}.weight") for name in spec.norms)),
+                epsilon=epsilon,
+                norm_offset=spec.norm_offset,
                 residual=spec.residual,
-                query_key_value=found.product(
-                    *(f"self_attn.{name}_proj" for name in heads.projected), fused="self_attn.qkv_proj"
-                ),
-                output=found.product("self_attn.o_proj"),
                 feed_forward=found.feed_forward(spec.feed_forward, norm),
                 per_layer=None if spec.per_layer is None else found.per_layer(spec.per_layer, norm),
                 scalar=found.vector("layer_scalar") if spec.scaled else None,
@@ -292,11 +310,18 @@ class DecoderLayer:
             raise ValueError(f"layers of this family have no such weights: {', '.join(sorted(found.left))}")
         return layer
 
-    def __call__(self, hidden: Tensor, delta: Tensor | None, places: RowPlaces, pool: Tensor) -> Tensor:
+    @property
+    def attention(self) -> Attention:
+        """The layer's attention; the layer must not be recurrent."""
+        assert isinstance(self.mixer, Attention), "a recurrent layer does not attend"
+        return self.mixer
+
+    def __call__(self, hidden: Tensor, delta: Tensor | None, places: RowPlaces, pool: Any) -> Tensor:
         """Run the layer on hidden + delta. Adds `delta` and the attention output to `hidden` in place, and returns the
-        feed-forward output, which the next layer adds as its `delta`.
+        feed-forward output, which the next layer adds as its `delta`. `pool`: keys and values, or states.
         # hidden, delta [rows, hidden]; pool [2, slots, kv_heads, dim] -> like delta"""
-        delta = self.rest(self.store(hidden, delta, places, pool), hidden, places, pool)
+        x = self.add_norm(hidden, delta, self.norms.attention_input)
+        delta = self._finish(self.mixer(x, places, pool), hidden)
         if self.per_layer is not None:
             hidden += delta
             delta = self.per_layer(hidden, places)
@@ -308,8 +333,11 @@ class DecoderLayer:
     def rest(self, query: Tensor, hidden: Tensor, places: RowPlaces, pool: Tensor) -> Tensor:
         """Run the second part of the layer, after `store`: adds the attention output to `hidden` in place, and returns
         the feed-forward output. # query [rows, query heads, dim] -> like hidden"""
-        attended = places.of(self.form.window).attention.attend(query, pool, self.form)
-        delta = self._scaled(self.add_norm(self.output(attended.flatten(1)), None, self.norms.attention_output))
+        return self._finish(self.attention.attended(query, places, pool), hidden)
+
+    def _finish(self, mixed: Tensor, hidden: Tensor) -> Tensor:
+        """# mixed, hidden [rows, hidden] -> like hidden"""
+        delta = self._scaled(self.add_norm(mixed, None, self.norms.attention_output))
         x = self.add_norm(hidden, delta, self.norms.mlp_input)
         return self._scaled(self.add_norm(self.feed_forward(x, hidden), None, self.norms.mlp_output))
 
@@ -322,15 +350,13 @@ class DecoderLayer:
         """Add `delta` to `hidden` in place, and return the norm of the sum, or `hidden` itself if `norm` is None.
         # hidden, delta [rows, hidden], norm [hidden] -> like hidden"""
         if norm is not None:
-            return self.ops.add_rms_norm(hidden, delta, norm, self.heads.epsilon, self.heads.norm_offset)
+            return self.ops.add_rms_norm(hidden, delta, norm, self.epsilon, self.norm_offset)
         return hidden if delta is None else hidden.add_(delta)
 
     def keep(self, x: Tensor, places: RowPlaces, pool: Tensor) -> Tensor:
         """Project normed hidden states, and store their keys and values in the pool.
         # x [rows, hidden] -> queries [rows, query heads, dim]"""
-        rotary = None if self.rope is None else places.rotary[self.rope]
-        slots = places.of(self.form.window).slots
-        return self.ops.rotary_store(self.query_key_value(x), rotary, slots, pool, self.heads)
+        return self.attention.keep(x, places, pool)
 
     def _scaled(self, delta: Tensor) -> Tensor:
         return delta if self.residual == 1 else delta.mul_(self.residual)

@@ -1,100 +1,31 @@
-"""What differs between model families, layer by layer.
+"""How the layers of each model family are described.
 
-A family is a function from a model's transformers config to the records of its layers. All that computes layers reads
-these records: the reference and kernels of `kernels.layers` through `DecoderLayer`, the KV pool, and drafters. To add a
+A family is a function from a model's transformers config to the records of its layers (`kernels.specs`). To add a
 family, write its function and enter it in `FAMILIES`; what a record cannot say runs by the model's own modules.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from typing import Any, Generic, Literal, NamedTuple, TypeVar
+from dataclasses import replace
+from math import inf
+from typing import Any
 
 from kernels.experts import Router
 from kernels.layers import GateForm
-
-T = TypeVar("T")
-Config = Mapping[str, Any]
-"""A transformers config as a dict, with all default values filled in."""
-
-
-class Norms(NamedTuple, Generic[T]):
-    """One value for each position of a decoder layer that can have a norm; None where it has no norm."""
-
-    attention_input: T
-    attention_output: T  # applied before the output is added to the hidden states; so is `mlp_output`
-    mlp_input: T
-    mlp_output: T
-
-
-PRE_NORM = Norms[str | None]("input_layernorm", None, "post_attention_layernorm", None)
-POST_NORM = Norms[str | None](None, "post_attention_layernorm", None, "post_feedforward_layernorm")
-BOTH_NORMS = Norms[str | None](
-    "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"
+from kernels.specs import (
+    BOTH_NORMS,
+    POST_NORM,
+    PRE_NORM,
+    AttentionSpec,
+    FeedForwardSpec,
+    LayerSpec,
+    ModelSpec,
+    Norms,
+    QueryScaling,
+    RecurrentSpec,
 )
 
-
-class QueryScaling(NamedTuple):
-    """Factor on the queries of later positions, 1 + beta ln(1 + floor(position / length)) (Llama 4, Ministral 3)."""
-
-    beta: float
-    length: int
-
-
-@dataclass(frozen=True, slots=True)
-class AttentionSpec:
-    """Attention of one layer."""
-
-    query_heads: int
-    kv_heads: int
-    dim: int  # of a head
-    scale: float  # factor on the scores before softmax
-    window: int | None = None  # number of last positions that a row sees; None: all
-    softcap: float | None = None
-    rope: str | None = ""  # layer type whose rotary embedding applies, "" for a model's only one; None: no rotation
-    norms: Literal["head", "projection"] | None = None  # what a norm of queries or keys spans; None without such norms
-    sinks: bool = False  # softmax has one more logit per head, without a value
-    query_scaling: QueryScaling | None = None
-    value_norm: bool = False  # values are normed by head, without a weight
-    keys_are_values: bool = False  # the projection of keys, before its norm, is that of values too
-    source: int | None = None  # earlier layer whose keys and values this one reads; it projects only queries
-
-
-@dataclass(frozen=True, slots=True)
-class FeedForwardSpec:
-    """Feed-forward of one layer: down(gate(gate_up(x))), by the whole layer or by chosen experts."""
-
-    gate: GateForm = GateForm("silu")  # noqa: RUF009 - it is frozen
-    router: Router | None = None  # how experts are chosen; None: a dense feed-forward
-    router_name: str = "gate"  # module of the router within `mlp`
-    shared: str | None = None  # module within `mlp` of a dense feed-forward that is added to the experts' output
-    beside: bool = False  # experts run beside the dense feed-forward, on the hidden states; each part has norms
-
-
-@dataclass(frozen=True, slots=True)
-class LayerSpec:
-    """One decoder layer."""
-
-    attention: AttentionSpec
-    feed_forward: FeedForwardSpec = FeedForwardSpec()
-    norms: Norms[str | None] = PRE_NORM  # module names in transformers
-    norm_offset: float | None = None  # norms weight by offset + weight in float32; None: by the weight, after rounding
-    residual: float = 1.0  # factor on the outputs of attention and feed-forward before they are added
-    biases: tuple[bool, bool, bool] = (False, False, False)  # in q, k and v; attention output; dense feed-forward
-    scaled: bool = False  # the layer's output is multiplied by its `layer_scalar`
-    per_layer: int | None = None  # index of the layer, if the embeddings of tokens for each layer are added to it
-
-
-@dataclass(frozen=True, slots=True)
-class ModelSpec:
-    """The layers of a model, and what comes before and after them."""
-
-    layers: tuple[LayerSpec, ...]
-    epsilon: float  # of all norms
-    embedding_scale: float = 1.0
-    logit_divisor: float = 1.0  # of logits, before the cap
-    logit_softcap: float | None = None
-    per_layer_width: int = 0  # of the embeddings of tokens for each layer; 0: none
-    halved_angles: bool = False  # transformers returns cosines and sines of one half of the rotated columns
+Config = Mapping[str, Any]
+"""A transformers config as a dict, with all default values filled in."""
 
 
 def spec_of(config: Config) -> ModelSpec:
@@ -136,7 +67,7 @@ def _layer(config: Config, window: int | None, **attention: Any) -> LayerSpec:
 
 
 def _model(config: Config, layers: list[LayerSpec], **other: Any) -> ModelSpec:
-    return ModelSpec(tuple(layers), float(config.get("rms_norm_eps", 1e-6)), **other)
+    return ModelSpec(tuple(layers), float(config.get("rms_norm_eps") or config.get("norm_eps") or 1e-6), **other)
 
 
 def llama(config: Config) -> ModelSpec:
@@ -302,6 +233,84 @@ def gpt_oss(config: Config) -> ModelSpec:
     )
     layers = [_layer(config, window, sinks=True) for window in windows_of(config)]
     return _model(config, [replace(layer, feed_forward=experts) for layer in layers], halved_angles=True)
+
+
+def qwen3_next(config: Config) -> ModelSpec:
+    """Qwen3-Next and Qwen3.5: most layers are gated delta nets, the others have gated attention."""
+    columns = 2 * config["linear_num_key_heads"] * config["linear_key_head_dim"]
+    delta = RecurrentSpec(
+        "linear_attn",
+        config["linear_conv_kernel_dim"],
+        columns + config["linear_num_value_heads"] * config["linear_value_head_dim"],
+        config["linear_num_key_heads"],
+        config["linear_num_value_heads"],
+        config["linear_key_head_dim"],
+        config["linear_value_head_dim"],
+        corrects=True,
+    )
+    layer = replace(_layer(config, None, norms="head", gated=True), norm_offset=1.0)
+    sparse = FeedForwardSpec()
+    if config.get("num_experts"):
+        router = Router(config["num_experts_per_tok"], "softmax", normalised=bool(config.get("norm_topk_prob", True)))
+        sparse = _sparse(config, router, shared="shared_expert", shared_gated=True)
+    step, dense = config.get("decoder_sparse_step", 1), config.get("mlp_only_layers") or ()
+    layers = [
+        replace(
+            layer,
+            mixer=delta if kind == "linear_attention" else layer.mixer,
+            feed_forward=FeedForwardSpec() if index in dense or (index + 1) % step else sparse,
+        )
+        for index, kind in enumerate(config["layer_types"])
+    ]
+    return _model(config, layers)
+
+
+def lfm2(config: Config) -> ModelSpec:
+    """LFM2: most layers are short convolutions."""
+    convolution = RecurrentSpec("conv", config["conv_L_cache"], config["hidden_size"])
+    layer = replace(
+        _layer(config, None, norms="head"),
+        norms=Norms("operator_norm", None, "ffn_norm", None),
+        renamed=(
+            ("feed_forward.w1.", "mlp.gate_proj."),
+            ("feed_forward.w2.", "mlp.down_proj."),
+            ("feed_forward.w3.", "mlp.up_proj."),
+            ("self_attn.out_proj.", "self_attn.o_proj."),
+            ("self_attn.q_layernorm.", "self_attn.q_norm."),
+            ("self_attn.k_layernorm.", "self_attn.k_norm."),
+            ("conv.conv.", "conv.conv1d."),
+        ),
+    )
+    layers = [replace(layer, mixer=convolution) if kind == "conv" else layer for kind in config["layer_types"]]
+    return _model(config, layers, norm="embedding_norm")
+
+
+def granite_hybrid(config: Config) -> ModelSpec:
+    """Granite 4: most layers are Mamba-2; a dense feed-forward in all, beside experts in the larger models."""
+    heads, groups, state = config["mamba_n_heads"], config["mamba_n_groups"], config["mamba_d_state"]
+    columns = heads * config["mamba_d_head"] + 2 * groups * state
+    sizes = groups, heads, state, config["mamba_d_head"]
+    low, high = config["time_step_limit"] or (0.0, inf)
+    mamba = RecurrentSpec("mamba", config["mamba_d_conv"], columns, *sizes, time_limits=(low, high))
+    rope = "" if config["position_embedding_type"] == "rope" else None
+    layer, part = _layer(config, None, scale=config["attention_multiplier"], rope=rope), "mlp"
+    if config["num_local_experts"]:
+        router, part = Router(config["num_experts_per_tok"], "softmax_of_chosen", normalised=False), "mlp.shared"
+        layer = replace(layer, feed_forward=_sparse(config, router, shared="shared"))
+    layer = replace(
+        layer,
+        residual=config["residual_multiplier"],
+        renamed=(
+            ("shared_mlp.input_linear.", f"{part}.gate_up_proj."),
+            ("shared_mlp.output_linear.", f"{part}.down_proj."),
+            ("block_sparse_moe.router.", "mlp.gate."),
+            ("block_sparse_moe.experts.", "mlp.experts."),
+        ),
+    )
+    layers = [replace(layer, mixer=mamba) if kind == "linear_attention" else layer for kind in config["layer_types"]]
+    return _model(
+        config, layers, embedding_scale=config["embedding_multiplier"], logit_divisor=config["logits_scaling"]
+    )
 
 
 FAMILIES: Mapping[str, Callable[[Config], ModelSpec]] = {

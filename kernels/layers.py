@@ -57,6 +57,11 @@ class QuantisedWeight(ABC):
         """Dequantise rows of the weight. # outputs [...] int64, row indices -> [..., in]"""
 
     @abstractmethod
+    def rows(self, chosen: Tensor) -> Self:
+        """Copy the chosen rows, in their order, of a weight that was not joined. Raises ValueError unless they are
+        whole groups of 32 rows. # chosen [rows] int64"""
+
+    @abstractmethod
     def plan(self, bias: Tensor | None) -> Product:
         """Plan the product with this weight, plus the bias [out]."""
 
@@ -66,6 +71,21 @@ class QuantisedWeight(ABC):
 
 
 Weight = Tensor | QuantisedWeight
+
+
+def rows_of(weight: Weight, chosen: Tensor) -> Weight:
+    """Copy rows of a weight, in the order of `chosen`. Raises ValueError for rows of a quantised weight that are no
+    whole groups of 32. # chosen [rows] int64 -> [rows, in]"""
+    return weight.rows(chosen) if isinstance(weight, QuantisedWeight) else weight[chosen.to(weight.device)]
+
+
+def groups_of(chosen: Tensor, rows: int) -> Tensor:
+    """The numbers of the groups of 32 rows that rows of a quantised weight of so many rows are. Raises ValueError if
+    they are no whole groups. # chosen [rows] int64 -> [groups] int64"""
+    groups = chosen[::COLUMNS] // COLUMNS
+    if rows % COLUMNS or not torch.equal(chosen, (groups[:, None] * COLUMNS + torch.arange(COLUMNS)).flatten()):
+        raise ValueError("rows of quantised weights are sorted in groups of 32")
+    return groups
 
 
 def dense(weight: Weight) -> Tensor:
@@ -173,6 +193,13 @@ class UnpackedWeight(QuantisedWeight):
     def lookup(self, outputs: Tensor) -> Tensor:  # [...] int64 -> [..., in]
         whole = torch.cat([blocks.weights(form).flatten(1) for form, blocks in self._parts])[:, : self.shape[1]]
         return whole.to(self.dtype)[outputs]
+
+    def rows(self, chosen: Tensor) -> Self:  # chosen [rows] int64
+        ((form, blocks),) = self._parts
+        groups_of(chosen, self.shape[0])
+        minima = None if blocks.minima is None else blocks.minima[chosen]
+        taken = QuantisedBlocks(blocks.codes[chosen], blocks.scales[chosen], minima)
+        return type(self)([(form, taken)], self.shape[1], self.dtype)
 
     def plan(self, bias: Tensor | None) -> Product:  # bias [out]
         return partial(_product, parts=self._parts, bias=bias)
@@ -287,8 +314,8 @@ def add_rms_norm(
 
 def gate_mul(joined: Tensor, gate: GateForm) -> Tensor:
     """y = round(f(g)) * u on the concatenated gate and up projections g, u. f is silu(g) = g / (1 + exp(-g)), GELU by
-    its tanh approximation, or 1 / (1 + exp(-g)). `clamped_swiglu` (gpt-oss): y = g / (1 + exp(-1.702 g)) * (u + 1), g <= limit and
-    |u| <= limit, rounded once. # joined [..., 2 * width], gate first -> [..., width]"""
+    its tanh approximation, or 1 / (1 + exp(-g)). `clamped_swiglu` (gpt-oss): y = g / (1 + exp(-1.702 g)) * (u + 1),
+    g <= limit and |u| <= limit, rounded once. # joined [..., 2 * width], gate first -> [..., width]"""
     first, up = joined.chunk(2, dim=-1)
     if gate.activation == "silu":
         return functional.silu(first) * up

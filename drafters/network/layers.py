@@ -12,9 +12,10 @@ from torch.nn.functional import silu
 
 from drafters.network.rotary import Rotary
 from kernels.decoder_layer import feed_forward_of
-from kernels.families import LayerSpec, Norms, spec_of
+from kernels.families import spec_of
 from kernels.layers import rotated
 from kernels.ops import REFERENCE
+from kernels.specs import AttentionSpec, LayerSpec, Norms
 
 Embed = Callable[[Tensor], Tensor]
 """The target's token embedding: ids [...] -> [..., hidden]."""
@@ -43,7 +44,8 @@ class LayerShape:
         """Return the shape for a transformers config. Layers of a drafter are alike, none has a window, and norms
         multiply by their weight, to which a family's offset has been added."""
         model = spec_of(target)
-        spec = replace(model.layers[0], attention=replace(model.layers[0].attention, window=None), norm_offset=None)
+        first = next(layer for layer in model.layers if isinstance(layer.mixer, AttentionSpec))
+        spec = replace(first, mixer=replace(first.attention, window=None), norm_offset=None)
         width = target.get("moe_intermediate_size") or 0
         experts = (
             target.get("n_routed_experts") or target.get("num_experts") or 0,

@@ -112,7 +112,7 @@ class WeightPlanner:
         return DecoderLayer.of(
             {name: self.tensor(value) if name in vectors else value.detach() for name, value in own.items()},
             Ops(**{**vars(self.ops), "plan_linear": self.product, "plan_experts": self._experts}),
-            replace(shape.spec, attention=replace(shape.spec.attention, window=window)),
+            replace(shape.spec, mixer=replace(shape.spec.attention, window=window)),
             epsilon=shape.epsilon,
         )
 

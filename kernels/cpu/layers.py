@@ -21,13 +21,15 @@ from kernels.layers import (
     RotaryRows,
     RunLayers,
     Weight,
+    groups_of,
     spans_projection,
 )
 from kernels.layers import plan_layers as op_by_op
 from kernels.tree_attention import Attention
 
 if TYPE_CHECKING:  # an import at run time would be circular
-    from kernels.decoder_layer import DecoderLayer, DenseFeedForward, RowPlaces
+    from kernels.decoder_layer import DecoderLayer, RowPlaces
+    from kernels.feed_forward import DenseFeedForward
 
 
 OUTPUTS = 32
@@ -86,9 +88,20 @@ def plan_linear(weight: Weight, bias: Tensor | None) -> Product:
 class PackedPart(NamedTuple):
     """Consecutive outputs of a matrix that have one format."""
 
-    outputs: int
     tiles: Tensor  # [bytes] uint8
     structure: CStruct  # `Part` of linear_quantised.cpp
+
+    @property
+    def outputs(self) -> int:
+        """Number of outputs."""
+        return cast("int", self.structure.words[1])
+
+    def rows(self, groups: Tensor) -> "PackedPart":
+        """Copy groups of 32 outputs. # groups [groups] int64"""
+        by_group = self.tiles.view(self.outputs // OUTPUTS, -1)
+        tiles = weight_memory(groups.shape[0] * by_group.shape[1])
+        torch.index_select(by_group, 0, groups, out=tiles.view(-1, by_group.shape[1]))
+        return PackedPart(tiles, CStruct(tiles, groups.shape[0] * OUTPUTS, *self.structure.words[2:]))
 
 
 class PackedWeight(QuantisedWeight):
@@ -124,6 +137,10 @@ class PackedWeight(QuantisedWeight):
         assert len(self.parts) == 1, "a joined matrix is not looked up"
         return self.parts[0].structure
 
+    def rows(self, chosen: Tensor) -> Self:  # chosen [rows] int64
+        (part,), groups = self.parts, groups_of(chosen, self.shape[0])
+        return type(self)([part.rows(groups)], self.shape[1], self.dtype)
+
     def plan(self, bias: Tensor | None) -> PackedLinear:  # bias [out]
         parts = as_tensor(b"".join(part.structure for part in self.parts))
         matrix = as_tensor(CStruct(parts, len(self.parts)))
@@ -144,7 +161,7 @@ def keep_blocks(
         call("pack_quantised", structure, tiles, columns, first, rows, codes, scales, minima)
         first += rows
     assert first == out, f"{first} rows of {out}"
-    return PackedWeight([PackedPart(out, tiles, structure)], columns, dtype)
+    return PackedWeight([PackedPart(tiles, structure)], columns, dtype)
 
 
 def as_tensor(structure: bytes) -> Tensor:
@@ -215,11 +232,11 @@ class CompiledLayers:
 
     def __init__(self, layers: "Sequence[DecoderLayer]", pools: Sequence[Tensor], taps: Sequence[int] = ()) -> None:
         self._pools, self._taps, self._kept = pools, len(taps), list[CStruct]()
-        self._rotary = list(dict.fromkeys(layer.rope for layer in layers))
+        self._rotary = list(dict.fromkeys(layer.attention.rope for layer in layers))
         assert len(self._rotary) <= _MOST_ROTARY, f"rotary embeddings: {self._rotary}"
         columns = [taps.index(number) if number in taps else -1 for number in range(len(layers))]
         for layer, pool, column in zip(layers, pools, columns, strict=True):
-            self._kept += _structures_of(layer, pool, self._rotary.index(layer.rope), column)
+            self._kept += _structures_of(layer, pool, self._rotary.index(layer.attention.rope), column)
         self._number = len(layers)
         self.joined = as_tensor(b"".join(self._kept))
         # Intermediate results of a row: the normed input, then either queries, attention output and fused QKV product,
@@ -260,11 +277,14 @@ def plan_layers(layers: Sequence[Any], pools: Sequence[Tensor], taps: Sequence[i
 
 
 def _packed(layer: "DecoderLayer") -> list[PackedLinear]:
-    """List the layer's packed products that have an even number of input columns; none if more follows attention than
-    a dense feed-forward."""
-    forward, plain = layer.feed_forward, layer.scalar is None and layer.per_layer is None
-    products = layer.query_key_value, layer.output, getattr(forward, "gate_up", None), getattr(forward, "down", None)
-    return [one for one in products if plain and isinstance(one, PackedLinear) and not one.missing]
+    """List the layer's packed products that have an even number of input columns; none if it is recurrent or gated,
+    or if more follows attention than a dense feed-forward."""
+    forward, mixer = layer.feed_forward, layer.mixer
+    if layer.scalar is not None or layer.per_layer is not None or getattr(mixer, "gated", True):
+        return []
+    around = layer.attention.query_key_value, mixer.output
+    products = *around, getattr(forward, "gate_up", None), getattr(forward, "down", None)
+    return [one for one in products if isinstance(one, PackedLinear) and not one.missing]
 
 
 def _structures_of(layer: "DecoderLayer", pool: Tensor, rotary: int, tap: int) -> list[CStruct]:
@@ -274,6 +294,6 @@ def _structures_of(layer: "DecoderLayer", pool: Tensor, rotary: int, tap: int) -
     floats = gate.limit, layer.residual
     return [
         CStruct(*words, *layer.norms, ACTIVATIONS.index(gate.activation), rotary, tap, floats=floats),
-        _heads(layer.heads, *pool.shape[2:]),
-        layer_of(pool, layer.heads.query_heads, layer.form),
+        _heads(layer.attention.heads, *pool.shape[2:]),
+        layer_of(pool, layer.attention.heads.query_heads, layer.attention.form),
     ]

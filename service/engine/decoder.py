@@ -15,10 +15,12 @@ from transformers import PreTrainedModel
 
 from drafters.tree import DraftTree
 from kernels.decoder_layer import DecoderLayer, RotaryTable, RowPlaces
-from kernels.families import LayerSpec, ModelSpec, QueryScaling, spec_of
+from kernels.families import spec_of
 from kernels.layers import QuantisedWeight, RunLayers, Weight, look_up
 from kernels.ops import REFERENCE, Ops
+from kernels.recurrence import LayerStates, StateRows
 from kernels.rows import ExtendRows
+from kernels.specs import LayerSpec, ModelSpec, QueryScaling
 from kernels.tree_attention import KVRows
 from service.engine.kv_pool import KVPool, Plan
 from service.engine.modules import (
@@ -40,10 +42,10 @@ logger = logging.getLogger(__name__)
 
 LogitRows = Tensor | slice
 Groups = tuple[KVRows, ...]
-Layers = Callable[[Tensor, Tensor, Groups, LogitRows, KVPool, bool], tuple[Tensor, Tensor | None]]
+Layers = Callable[[Tensor, Tensor, Groups, LogitRows, KVPool, bool, StateRows | None], tuple[Tensor, Tensor | None]]
 """Runs a forward: tokens [rows], positions [rows], keys and values by KV group, rows that get logits, pool, whether
-features are wanted -> logits [logits, vocab], and the outputs of tapped layers [rows, taps * hidden] in their order, or
-None without taps or if they are not wanted."""
+features are wanted, rows and states of recurrent layers -> logits [logits, vocab], and the outputs of tapped layers
+[rows, taps * hidden] in their order, or None without taps or if they are not wanted."""
 
 
 class FusedDecoder:
@@ -67,10 +69,10 @@ class FusedDecoder:
         self._rotary = _rotary_tables(model, spec, self._embedding.dtype, device)
         self._per_layer = _PerLayerEmbedding(inner, spec, ops) if spec.per_layer_width else None
         self._spec, self._layers, self._ops = spec, layers, ops
-        self._norm = inner.get_submodule("norm").get_parameter("weight")
+        self._norm = inner.get_submodule(spec.norm).get_parameter("weight")
         self._head = self._ops.plan_linear(head.weight, head.bias)
         self._taps, self._tapped = tuple(taps), [*dict.fromkeys(taps)]  # in a small model some coincide
-        self._planned: tuple[Sequence[Tensor] | None, RunLayers | None] = None, None  # storage of a pool, its layers
+        self._planned: tuple[Sequence[Any] | None, RunLayers | None] = None, None  # storage of a pool, its layers
 
     def __call__(
         self,
@@ -80,10 +82,11 @@ class FusedDecoder:
         logit_rows: LogitRows,
         pool: KVPool,
         features: bool = True,
+        states: StateRows | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Run a forward; see `Layers`."""
         hidden, tapped = self.embedded(tokens), None
-        places = self.places(tokens, hidden, positions, groups)
+        places = self.places(tokens, hidden, positions, groups, states)
         if features and self._taps:
             tapped = hidden.new_empty(hidden.shape[0], len(self._tapped) * hidden.shape[1])
         delta = self._run_of(pool)(hidden, None, places, tapped)
@@ -105,10 +108,12 @@ class FusedDecoder:
         found = look_up(tokens, self._embedding)
         return found if self._scale == 1 else found * self._scale
 
-    def places(self, tokens: Tensor, hidden: Tensor, positions: Tensor, groups: Groups) -> RowPlaces:
+    def places(
+        self, tokens: Tensor, hidden: Tensor, positions: Tensor, groups: Groups, states: StateRows | None = None
+    ) -> RowPlaces:
         """Collect what all layers read of a forward's rows. # tokens, positions [rows] int64, hidden [rows, hidden]"""
         per_layer = None if self._per_layer is None else self._per_layer(tokens, hidden)
-        return RowPlaces({name: table(positions) for name, table in self._rotary.items()}, groups, per_layer)
+        return RowPlaces({name: table(positions) for name, table in self._rotary.items()}, groups, per_layer, states)
 
     def logits(self, hidden: Tensor, delta: Tensor | None, rows: LogitRows) -> Tensor:
         """Compute the logits of `rows`, of all if that is a slice; the last layer's output is `hidden` + `delta`.
@@ -149,12 +154,13 @@ def _rotary_tables(
     model: PreTrainedModel, spec: ModelSpec, dtype: torch.dtype, device: torch.device
 ) -> dict[str, RotaryTable]:
     """Build the table of each rotary embedding of the model, by the names of `AttentionSpec.rope`."""
-    rotary, text = model.get_decoder().get_submodule("rotary_emb"), model.config.get_text_config()
-    attention = {layer.attention.rope: layer.attention for layer in spec.layers}
+    rotary, text = getattr(model.get_decoder(), "rotary_emb", None), model.config.get_text_config()
+    attention = {own.rope: own for own in spec.attending if own.rope is not None}
 
     def table(name: str) -> RotaryTable:
         def embed(positions: Tensor) -> tuple[Tensor, Tensor]:
             # Model families return cos and sin in the type of the first argument or in float32, of one half or of both.
+            assert rotary is not None, "the model rotates"
             found = rotary(positions.to(dtype), positions[None], *([name] if name else []))
             cos, sin = (one[0].to(dtype) for one in found)
             return (cos, sin) if halves == 1 else (torch.cat((cos, cos), -1), torch.cat((sin, sin), -1))
@@ -163,7 +169,7 @@ def _rotary_tables(
         scaling = attention[name].query_scaling
         return RotaryTable(embed, text.max_position_embeddings, device, scaling and partial(_query_scale, scaling))
 
-    return {name: table(name) for name in attention if name is not None}
+    return {name: table(name) for name in attention}
 
 
 def _query_scale(scaling: QueryScaling, positions: Tensor) -> Tensor:
@@ -188,6 +194,8 @@ def layers_of(model: PreTrainedModel, pool: KVPool, ops: Ops, tap_layers: Sequen
         layers = (_layer_of(module, own, spec, REFERENCE) for module, own in zip(stack, spec.layers, strict=True))
         _refuse_difference(FusedDecoder(model, spec, (), REFERENCE, device), layers, trial, recorded, agree)
     except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:  # other modules, options, widths
+        if trial.states is not None:
+            raise StartupError(f"{error}; a model with recurrent layers runs by ops only, so it cannot run") from error
         count = replace_linears(model, ops)
         logger.info("%s, so the model runs by its own modules, with %d linear layers by kernels", error, count)
         return ModuleLayers(model, tap_layers)
@@ -214,6 +222,7 @@ class _Trial(NamedTuple):
     groups: Groups
     logit_rows: slice
     pool: KVPool
+    states: StateRows | None  # of recurrent layers, which begin with the null state and keep nothing
 
     @staticmethod
     def of(model: PreTrainedModel, pool: KVPool, ops: Ops) -> "_Trial":
@@ -225,7 +234,15 @@ class _Trial(NamedTuple):
         extends, table = [ExtendRows(0, 0, prompt, completes=True)], slots.new_zeros(1, count)
         rows = ops.lay_out_rows(extends, [0], DraftTree.empty(1, device), slots, table, _no_nodes_to_place)
         groups = pool.groups(rows.attention, slots, slots[None], planner_of(ops, text.num_attention_heads))
-        return _Trial(rows.tokens, rows.attention.positions, groups, slice(None), pool)
+        begun = _begun(count, device) if any(isinstance(layer, LayerStates) for layer in pool.layers) else None
+        return _Trial(rows.tokens, rows.attention.positions, groups, slice(None), pool, begun)
+
+
+def _begun(count: int, device: torch.device) -> StateRows:
+    """One sequence of so many rows, which begins with the null state and keeps none."""
+    null, none = torch.zeros(1, dtype=torch.int64, device=device), torch.empty(1, 0, dtype=torch.int64, device=device)
+    ends = torch.full((2,), count, device=device)
+    return StateRows(null, null, none, null, torch.cat((null, ends[:1])), ends, none)
 
 
 def planner_of(table: Ops, query_heads: int) -> Plan:
@@ -262,7 +279,7 @@ def _recorded(model: PreTrainedModel, trial: _Trial) -> _Recorded:
 
     hooks = [layer.register_forward_hook(record) for layer in decoder_layers(model)]
     modules = ModuleLayers(model)
-    logits, _ = modules(*trial)
+    logits, _ = modules(*trial[:-1])
     for hook in hooks:
         hook.remove()
     return _Recorded(modules.forms, calls, logits)
@@ -270,7 +287,7 @@ def _recorded(model: PreTrainedModel, trial: _Trial) -> _Recorded:
 
 def _refuse_other_options(spec: ModelSpec, forms: LayerForms) -> None:
     """Raise ValueError if a layer calls attention with other options than its record says."""
-    for (index, form), own in zip(forms, (layer.attention for layer in spec.layers), strict=True):
+    for (index, form), own in zip(forms, spec.attending, strict=True):
         if (*form[:3], form.sinks is not None) != (own.scale, own.window, own.softcap, own.sinks):
             raise ValueError(f"layer {index} calls attention with other options")
 
@@ -285,7 +302,7 @@ def _refuse_difference(
     """Raise ValueError, with words for the log, at the first difference between ops and the model's modules. Each layer
     gets what its module got."""
     calls, logits = recorded.calls, recorded.logits
-    places = decoder.places(trial.tokens, calls[0].hidden, trial.positions, trial.groups)
+    places = decoder.places(trial.tokens, calls[0].hidden, trial.positions, trial.groups, trial.states)
     for index, (layer, call) in enumerate(zip(layers, calls, strict=True)):
         hidden = call.hidden.clone()
         delta = layer(hidden, None, places, trial.pool.layer(index))

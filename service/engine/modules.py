@@ -17,6 +17,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from kernels.experts import Experts, QuantisedStack, StackedWeight, plan_experts
 from kernels.layers import GateForm, Product, QuantisedWeight, Weight, gate_mul
 from kernels.ops import Ops
+from kernels.recurrence import StateRows
 from kernels.tree_attention import AttentionForm, KVRows
 from service.engine.kv_pool import KVPool
 from service.errors import StartupError
@@ -54,8 +55,10 @@ class ModuleLayers:
         logit_rows: Tensor | slice,
         pool: KVPool,
         features: bool = True,
+        states: StateRows | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Run a forward; see `service.engine.decoder.Layers`. Its hooks keep features even if they are not wanted."""
+        assert states is None, "modules have states of their own"
         step = AttentionStep(groups, pool, None if self.forms else self.forms)
         output = self._model(
             input_ids=tokens[None],

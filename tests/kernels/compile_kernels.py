@@ -154,7 +154,7 @@ def _launch_layer(dtype: torch.dtype) -> None:
     for delta in (None, hidden):
         DEVICE.add_rms_norm(hidden, delta, hidden[0], 1e-5)
     DEVICE.add_rms_norm(hidden, None, hidden[0], 1e-5, 1.0)
-    for gate in (GateForm("silu"), GateForm("gelu_tanh"), GateForm("clamped_swiglu", 7.0)):
+    for gate in (GateForm("silu"), GateForm("gelu_tanh"), GateForm("clamped_swiglu", 7.0), GateForm("sigmoid")):
         DEVICE.gate_mul(torch.randn(4, 2 * 14336).to(dtype), gate)
         run = DEVICE.plan_experts(
             torch.zeros(4, 128, 96, dtype=dtype), torch.zeros(4, 96, 64, dtype=dtype), None, None, gate

@@ -32,8 +32,12 @@ def gate_bounds(joined: Tensor, gate: GateForm) -> tuple[Tensor, Tensor]:
         first, up = first.clamp(max=gate.limit), up.clamp(-gate.limit, gate.limit) + 1
         angle = SWIGLU_ALPHA * first
     else:
-        angle = first if gate.activation == "silu" else 2 * (2 / math.pi) ** 0.5 * (first + 0.044715 * first**3)
-    precise = first * angle.sigmoid()
+        angle = (
+            first
+            if gate.activation in ("silu", "sigmoid")
+            else 2 * (2 / math.pi) ** 0.5 * (first + 0.044715 * first**3)
+        )
+    precise = angle.sigmoid() * (1.0 if gate.activation == "sigmoid" else first)
     width = precise.abs() * _WIDTH * (1 + angle.abs()) + 1e-36
     if gate.activation == "clamped_swiglu":  # rounded once
         ends = [((precise + side * width) * up).to(joined.dtype) for side in (-1, 1)]

@@ -134,6 +134,18 @@ def test_tensors_in_8_bits_are_close_to_what_they_were(
     assert (found.float() - whole).norm() < 0.02 * whole.norm()
 
 
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_chosen_rows_have_the_bits_that_they_had(compiled: Ops, form: BlockFormat) -> None:
+    x, rows = torch.randn(3, 96), torch.arange(128).view(4, 32)[[2, 0, 3, 2]].flatten()
+    for table in (REFERENCE, compiled):
+        whole = weight_of(table, form, 128, 96, torch.float32)
+        part = whole.rows(rows)
+        assert torch.equal(part.plan(None)(x), whole.plan(None)(x)[:, rows])
+        assert torch.equal(part.dense(), whole.dense()[rows])
+        with pytest.raises(ValueError, match="groups of 32"):
+            whole.rows(rows + 1)
+
+
 def test_a_block_of_zeros_stays_one() -> None:
     blocks = in_8_bits(torch.zeros(2, 64))
     assert not blocks.weights(EIGHT_BITS).any()

@@ -11,9 +11,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from kernels.decoder_layer import DecoderLayer, RowPlaces
-from kernels.families import OF_DRAFTERS, LayerSpec, spec_of
+from kernels.families import OF_DRAFTERS, spec_of
 from kernels.layers import GateForm, Heads, RotaryRows, RunLayers
 from kernels.ops import REFERENCE, Ops
+from kernels.specs import LayerSpec
 from kernels.tree_attention import AttentionRows, KVRows
 from kernels.triton.layers import rotary_store
 from tests.kernels.layer_parts import gate_bounds, norm_bounds, rotary_parts, within
@@ -82,7 +83,9 @@ def test_epsilon_counts(everywhere: Everywhere) -> None:
 
 
 @pytest.mark.parametrize(
-    "gate", [SILU, GateForm("gelu_tanh"), GateForm("clamped_swiglu", 7.0)], ids=lambda gate: gate.activation
+    "gate",
+    [SILU, GateForm("gelu_tanh"), GateForm("clamped_swiglu", 7.0), GateForm("sigmoid")],
+    ids=lambda gate: gate.activation,
 )
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(1, 2), (1, 96), (5, 2 * 1536), (300, 34), (3, 2 * 1025), (2, 28_672)])
