@@ -108,7 +108,7 @@ class Target:
         """Run the model on flattened rows, eagerly; this is the part of a forward that is captured.
         # tokens, slots [rows]; logit_rows [logits]; slot_table [sequences, positions]; all int64"""
         groups = self.pool.groups(attention, slots, slot_table, self._plan_attention)
-        logits, tapped = self._layers(tokens, attention.positions, groups, logit_rows, self.pool, features)
+        logits, tapped = self._layers(tokens, attention.positions, groups, logit_rows, self.pool, features, None)
         if self._no_tokens is not None:
             logits.index_fill_(1, self._no_tokens, -math.inf)
         return TargetOutput(logits, tapped)
