@@ -49,21 +49,19 @@ def sources_of(config: Config) -> list[int | None]:
     return [None if index < first else last[kinds[index]] for index in range(count)]
 
 
-def _layer(config: Config, window: int | None, **attention: Any) -> LayerSpec:
-    """Describe a layer of Llama with another attention."""
+def _layer(config: Config, window: int | None, attention: Config, **others: Any) -> LayerSpec:
+    """Describe a layer of Llama with other fields of its attention, and other fields."""
     heads: int = config["num_attention_heads"]
     dim: int = config.get("head_dim") or config["hidden_size"] // heads
     biased = bool(config.get("attention_bias"))
-    return LayerSpec(
-        AttentionSpec(
-            query_heads=heads,
-            kv_heads=config.get("num_key_value_heads") or heads,
-            dim=dim,
-            window=window,
-            **{"scale": dim**-0.5, **attention},
-        ),
-        biases=(biased, biased, bool(config.get("mlp_bias"))),
-    )
+    kv_heads: int = config.get("num_key_value_heads") or heads
+    spec = AttentionSpec(heads, kv_heads, dim, **{"scale": dim**-0.5, "window": window, **attention})
+    return LayerSpec(spec, **{"biases": (biased, biased, bool(config.get("mlp_bias"))), **others})
+
+
+def _layers(config: Config, attention: Config, **others: Any) -> list[LayerSpec]:
+    """Describe layers that differ in their windows alone."""
+    return [_layer(config, window, attention, **others) for window in windows_of(config)]
 
 
 def _model(config: Config, layers: list[LayerSpec], **other: Any) -> ModelSpec:
@@ -72,81 +70,64 @@ def _model(config: Config, layers: list[LayerSpec], **other: Any) -> ModelSpec:
 
 def llama(config: Config) -> ModelSpec:
     """Llama, Mistral and others alike."""
-    return _model(config, [_layer(config, window) for window in windows_of(config)])
+    return _model(config, _layers(config, {}))
 
 
 def qwen2(config: Config) -> ModelSpec:
-    layers = [replace(layer, biases=(True, *layer.biases[1:])) for layer in llama(config).layers]
-    return _model(config, layers)
+    return _model(config, [replace(layer, biases=(True, *layer.biases[1:])) for layer in _layers(config, {})])
 
 
 def qwen3(config: Config) -> ModelSpec:
-    return _model(config, [_layer(config, window, norms="head") for window in windows_of(config)])
+    return _model(config, _layers(config, {"norms": "head"}))
 
 
 def olmo2(config: Config) -> ModelSpec:
     """OLMo 2, and OLMo 3 with a rotary embedding for each layer type."""
     kinds = config["layer_types"] if config["model_type"] == "olmo3" else [""] * config["num_hidden_layers"]
     layers = [
-        _layer(config, window, norms="projection", rope=kind)
+        _layer(config, window, {"norms": "projection", "rope": kind}, norms=POST_NORM)
         for window, kind in zip(windows_of(config), kinds, strict=True)
     ]
-    return _model(config, [replace(layer, norms=POST_NORM) for layer in layers])
+    return _model(config, layers)
 
 
 def exaone4(config: Config) -> ModelSpec:
     """With windows, layers without one do not rotate."""
-    rotates_all = config.get("sliding_window") is None
-    layers = [
-        _layer(config, window, norms="head", rope="" if rotates_all or window else None)
-        for window in windows_of(config)
-    ]
-    return _model(config, [replace(layer, norms=POST_NORM) for layer in layers])
+    rope = "" if config.get("sliding_window") is None else None
+    pairs = [(window, {"norms": "head", "rope": "" if window else rope}) for window in windows_of(config)]
+    return _model(config, [_layer(config, *pair, norms=POST_NORM) for pair in pairs])
 
 
 def smollm3(config: Config) -> ModelSpec:
     pairs = zip(windows_of(config), config["no_rope_layers"], strict=True)
-    return _model(config, [_layer(config, window, rope="" if rotates else None) for window, rotates in pairs])
+    return _model(config, [_layer(config, window, {"rope": "" if rotates else None}) for window, rotates in pairs])
 
 
 def granite(config: Config) -> ModelSpec:
-    layer = _layer(config, None, scale=config["attention_multiplier"])
-    layer = replace(layer, residual=config["residual_multiplier"])
-    return _model(
-        config,
-        [layer] * config["num_hidden_layers"],
-        embedding_scale=config["embedding_multiplier"],
-        logit_divisor=config["logits_scaling"],
-    )
+    layers = _layers(config, {"scale": config["attention_multiplier"]}, residual=config["residual_multiplier"])
+    scale, divisor = config["embedding_multiplier"], config["logits_scaling"]
+    return _model(config, layers, embedding_scale=scale, logit_divisor=divisor)
 
 
 def ministral3(config: Config) -> ModelSpec:
     rope = config["rope_parameters"]
     scaling = QueryScaling(rope["llama_4_scaling_beta"], rope["original_max_position_embeddings"])
-    return _model(config, [_layer(config, window, query_scaling=scaling) for window in windows_of(config)])
+    return _model(config, _layers(config, {"query_scaling": scaling}))
 
 
 def gemma(config: Config) -> ModelSpec:
     """Gemma 1 to 3: norms on both sides from Gemma 2 on, norms of heads and two rotary embeddings from Gemma 3 on."""
     kind = config["model_type"]
-    kinds = config.get("layer_types") or ["full_attention"] * config["num_hidden_layers"]
-    attention: dict[str, Any] = {} if kind == "gemma" else {"scale": config["query_pre_attn_scalar"] ** -0.5}
+    kinds = config["layer_types"] if kind == "gemma3_text" else [""] * config["num_hidden_layers"]
+    attention: dict[str, Any] = {"softcap": config.get("attn_logit_softcapping")}
+    if kind != "gemma":
+        attention["scale"] = config["query_pre_attn_scalar"] ** -0.5
     if kind == "gemma3_text":
         attention["norms"] = "head"
+    norms, gate = PRE_NORM if kind == "gemma" else BOTH_NORMS, FeedForwardSpec(GateForm("gelu_tanh"))
     layers = [
-        replace(
-            _layer(
-                config,
-                window,
-                softcap=config.get("attn_logit_softcapping"),
-                rope=one if kind == "gemma3_text" else "",
-                **attention,
-            ),
-            feed_forward=FeedForwardSpec(GateForm("gelu_tanh")),
-            norms=PRE_NORM if kind == "gemma" else BOTH_NORMS,
-            norm_offset=1.0,
-        )
-        for one, window in zip(kinds, windows_of(config), strict=True)
+        _layer(config, window, {**attention, "rope": one}, norms=norms, norm_offset=1.0, feed_forward=gate)
+        for window, one in zip(windows_of(config), kinds, strict=True)
     ]
     scale = config["hidden_size"] ** 0.5
     return _model(config, layers, embedding_scale=scale, logit_softcap=config.get("final_logit_softcapping"))
@@ -162,18 +143,11 @@ def gemma4(config: Config) -> ModelSpec:
     width, layers = config["hidden_size_per_layer_input"], list[LayerSpec]()
     described = zip(config["layer_types"], windows_of(config), sources_of(config), strict=True)
     for index, (kind, window, source) in enumerate(described):
-        layer = _layer(
-            {**config, **config["per_layer_config"].get(str(index), {})},
-            window,
-            scale=1.0,
-            rope=kind,
-            norms="head",
-            value_norm=True,
-            keys_are_values=config["attention_k_eq_v"] and window is None,
-            source=source,
-        )
-        layer = replace(layer, feed_forward=feed_forward, norms=BOTH_NORMS, norm_offset=0.0, scaled=True)
-        layers.append(replace(layer, per_layer=index if width else None))
+        attention = {"scale": 1.0, "rope": kind, "norms": "head", "value_norm": True, "source": source}
+        attention["keys_are_values"] = config["attention_k_eq_v"] and window is None
+        own, place = {**config, **config["per_layer_config"].get(str(index), {})}, index if width else None
+        others = {"feed_forward": feed_forward, "norms": BOTH_NORMS, "norm_offset": 0.0, "scaled": True}
+        layers.append(_layer(own, window, attention, per_layer=place, **others))
     scale, cap = config["hidden_size"] ** 0.5, config.get("final_logit_softcapping")
     return _model(config, layers, embedding_scale=scale, logit_softcap=cap, per_layer_width=width)
 
@@ -186,7 +160,7 @@ def _sparse(config: Config, router: Router, **other: Any) -> FeedForwardSpec:
 
 def mixtral(config: Config) -> ModelSpec:
     experts = _sparse(config, Router(config["num_experts_per_tok"], "softmax", normalised=True))
-    return _model(config, [replace(layer, feed_forward=experts) for layer in llama(config).layers])
+    return _model(config, _layers(config, {}, feed_forward=experts))
 
 
 def qwen3_moe(config: Config) -> ModelSpec:
@@ -195,7 +169,7 @@ def qwen3_moe(config: Config) -> ModelSpec:
     experts, step, dense = _sparse(config, router), config["decoder_sparse_step"], config.get("mlp_only_layers") or ()
     layers = [
         replace(layer, feed_forward=experts) if index not in dense and (index + 1) % step == 0 else layer
-        for index, layer in enumerate(qwen3(config).layers)
+        for index, layer in enumerate(_layers(config, {"norms": "head"}))
     ]
     return _model(config, layers)
 
@@ -204,8 +178,7 @@ def olmoe(config: Config) -> ModelSpec:
     if config.get("clip_qkv") is not None:
         raise ValueError("queries, keys and values are clipped")
     router = Router(config["num_experts_per_tok"], "softmax", normalised=bool(config["norm_topk_prob"]))
-    layers = [_layer(config, None, norms="projection") for _ in range(config["num_hidden_layers"])]
-    return _model(config, [replace(layer, feed_forward=_sparse(config, router)) for layer in layers])
+    return _model(config, _layers(config, {"norms": "projection"}, feed_forward=_sparse(config, router)))
 
 
 def glm4_moe(config: Config) -> ModelSpec:
@@ -219,7 +192,7 @@ def glm4_moe(config: Config) -> ModelSpec:
         chosen_groups=config["topk_group"],
     )
     experts, dense = _sparse(config, router, shared="shared_experts"), config["first_k_dense_replace"]
-    layer = _layer(config, None, norms="head" if config["use_qk_norm"] else None)
+    layer = _layer(config, None, {"norms": "head" if config["use_qk_norm"] else None})
     layer = replace(layer, biases=(layer.biases[0], False, False))
     sparse = replace(layer, feed_forward=experts)
     return _model(config, [layer if index < dense else sparse for index in range(config["num_hidden_layers"])])
@@ -231,8 +204,7 @@ def gpt_oss(config: Config) -> ModelSpec:
         Router(config["num_experts_per_tok"], "softmax_of_chosen", normalised=False),
         router_name="router",
     )
-    layers = [_layer(config, window, sinks=True) for window in windows_of(config)]
-    return _model(config, [replace(layer, feed_forward=experts) for layer in layers], halved_angles=True)
+    return _model(config, _layers(config, {"sinks": True}, feed_forward=experts), halved_angles=True)
 
 
 def qwen3_next(config: Config) -> ModelSpec:
@@ -248,7 +220,7 @@ def qwen3_next(config: Config) -> ModelSpec:
         config["linear_value_head_dim"],
         corrects=True,
     )
-    layer = replace(_layer(config, None, norms="head", gated=True), norm_offset=1.0)
+    layer = _layer(config, None, {"norms": "head", "gated": True}, norm_offset=1.0)
     sparse = FeedForwardSpec()
     if config.get("num_experts"):
         router = Router(config["num_experts_per_tok"], "softmax", normalised=bool(config.get("norm_topk_prob", True)))
@@ -268,8 +240,10 @@ def qwen3_next(config: Config) -> ModelSpec:
 def lfm2(config: Config) -> ModelSpec:
     """LFM2: most layers are short convolutions."""
     convolution = RecurrentSpec("conv", config["conv_L_cache"], config["hidden_size"])
-    layer = replace(
-        _layer(config, None, norms="head"),
+    layer = _layer(
+        config,
+        None,
+        {"norms": "head"},
         norms=Norms("operator_norm", None, "ffn_norm", None),
         renamed=(
             ("feed_forward.w1.", "mlp.gate_proj."),
@@ -293,7 +267,7 @@ def granite_hybrid(config: Config) -> ModelSpec:
     low, high = config["time_step_limit"] or (0.0, inf)
     mamba = RecurrentSpec("mamba", config["mamba_d_conv"], columns, *sizes, time_limits=(low, high))
     rope = "" if config["position_embedding_type"] == "rope" else None
-    layer, part = _layer(config, None, scale=config["attention_multiplier"], rope=rope), "mlp"
+    layer, part = _layer(config, None, {"scale": config["attention_multiplier"], "rope": rope}), "mlp"
     if config["num_local_experts"]:
         router, part = Router(config["num_experts_per_tok"], "softmax_of_chosen", normalised=False), "mlp.shared"
         layer = replace(layer, feed_forward=_sparse(config, router, shared="shared"))
