@@ -154,7 +154,7 @@ def _rope_factors(config: PreTrainedConfig) -> dict[str, Any]:
     """Tensors of numbers by which frequencies are divided. # [rotated dim / 2] each"""
     rope = config.rope_parameters
     if config.model_type == "gemma4_text":
-        half = config.per_layer_config["full_attention"].head_dim // 2
+        half = _head_dim(config) // 2
         turned = int(half * rope["full_attention"]["partial_rotary_factor"])
         return {"rope_freqs.weight": np.where(np.arange(half) < turned, 1.0, 1e30)}
     if rope.get("rope_type") == "longrope":
