@@ -238,16 +238,17 @@ def _gemma2(values: Values, keys: Metadata, file: GGUFFile) -> Values:
 def _gemma3(values: Values, keys: Metadata, file: GGUFFile) -> Values:
     """Config fields of Gemma 3. Keys of the vision tower are ignored."""
     keys.drop("mm.", "vision.")
-    return _gemma_windows(values, keys) | {"query_pre_attn_scalar": _gemma_scalar(values)}
+    theta = keys.take("rope.freq_base_swa", _LOCAL_THETA)
+    return _gemma_windows(values, keys, theta) | {"query_pre_attn_scalar": _gemma_scalar(values)}
 
 
-def _gemma_windows(values: Values, keys: Metadata) -> Values:
-    """Config fields of Gemma 3 and 4. Rotary scaling applies only to layers without a window."""
+def _gemma_windows(values: Values, keys: Metadata, theta: float) -> Values:
+    """Config fields of Gemma 3 and 4. Rotary scaling applies only to layers without a window; `theta`: of others."""
     return {
         "sliding_window": keys.need("attention.sliding_window"),
         "final_logit_softcapping": keys.take("final_logit_softcapping", 0.0) or None,
         "layer_types": _layer_types(values, keys, period=6),
-        "rope_parameters": _rope_by_layer(values, keys.take("rope.freq_base_swa", _LOCAL_THETA)),
+        "rope_parameters": _rope_by_layer(values, theta),
     }
 
 
@@ -255,17 +256,19 @@ def _gemma4(values: Values, keys: Metadata, file: GGUFFile) -> Values:
     """Config fields of Gemma 4. Layers without a window have other heads, and may lack a projection of values; the
     last layers read the keys and values of earlier ones, and may have wider feed-forwards. Which columns of a head
     rotate is said by `rope_freqs.weight`."""
-    windows, windowed = _gemma_windows(values, keys), keys.need("attention.key_length_swa")
-    kinds, dims = windows["layer_types"], {"full_attention": values["head_dim"], "sliding_attention": windowed}
+    windows = _gemma_windows(values, keys, keys.need("rope.freq_base_swa"))
+    kinds, windowed = windows["layer_types"], keys.need("attention.key_length_swa")
+    dims = {"full_attention": values["head_dim"], "sliding_attention": windowed}
     if kinds[-1] != "full_attention":
         raise keys.refuse("attention.sliding_window_pattern", kinds)
     if "rope_freqs.weight" not in file.tensors:
         raise keys.refuse("rope.dimension_count", "of all columns, as tensor 'rope_freqs.weight' is missing")
     for name in ("attention.value_length_swa", "rope.dimension_count_swa"):
-        keys.expect(name, windowed)
+        if (found := keys.need(name)) != windowed:
+            raise keys.refuse(name, found)
     lists = (np.broadcast_to(values[name], len(kinds)) for name in ("num_key_value_heads", "intermediate_size"))
     heads, widths = (one.tolist() for one in lists)
-    is_sparse = bool(file.fields.get(f"{keys.prefix}expert_count"))
+    is_sparse = "blk.0.ffn_gate_inp.weight" in file.tensors
     return {
         **windows,
         "per_layer_config": {
@@ -275,14 +278,14 @@ def _gemma4(values: Values, keys: Metadata, file: GGUFFile) -> Values:
         "head_dim": windowed,
         "num_key_value_heads": heads[0],
         "attention_k_eq_v": f"blk.{kinds.index('full_attention')}.attn_v.weight" not in file.tensors,
-        "num_kv_shared_layers": keys.take("attention.shared_kv_layers", 0),
+        "num_kv_shared_layers": keys.need("attention.shared_kv_layers"),
         "intermediate_size": widths[0],
         "use_double_wide_mlp": widths[-1] != widths[0],
-        "hidden_size_per_layer_input": keys.take("embedding_length_per_layer_input", 0),
+        "hidden_size_per_layer_input": keys.need("embedding_length_per_layer_input"),
         "vocab_size_per_layer_input": values["vocab_size"],
         "enable_moe_block": is_sparse,
         **(_experts(keys, "num_experts", "top_k_experts") if is_sparse else {}),
-        "moe_intermediate_size": keys.take("expert_feed_forward_length"),
+        "moe_intermediate_size": (keys.need if is_sparse else keys.take)("expert_feed_forward_length"),
     }
 
 

@@ -24,8 +24,9 @@ KEYS: dict[str, Any] = {
     "attention.layer_norm_rms_epsilon": 1e-5,
     "attention.layer_norm_epsilon": 1e-5,
 }
-GEMMA4 = {"attention__sliding_window": 512, "attention__key_length_swa": 16}
-GEMMA4 |= {"attention__key_length": 32, "attention__value_length": 32}
+GEMMA4 = {"attention__sliding_window": 512, "attention__key_length_swa": 16, "attention__value_length_swa": 16}
+GEMMA4 |= {"attention__key_length": 32, "attention__value_length": 32, "attention__shared_kv_layers": 0}
+GEMMA4 |= {"rope__dimension_count_swa": 16, "rope__freq_base_swa": 1e4, "embedding_length_per_layer_input": 0}
 
 
 def file_of(architecture: str = "llama", *tensors: str, **keys: object) -> GGUFFile:
@@ -239,7 +240,10 @@ def test_layers_of_gemma_4() -> None:
     assert (dense.attention_k_eq_v, dense.enable_moe_block, dense.hidden_size_per_layer_input) == (False, False, 0)
     differ = {"attention__head_count_kv": [4, 4, 2] * 2, "feed_forward_length": [128] * 3 + [256] * 3}
     differ |= {"attention__sliding_window_pattern": [True, True, False] * 2, "attention__shared_kv_layers": 3}
-    other = config_of(file_of("gemma4", "rope_freqs.weight", **GEMMA4, **differ, **EXPERTS))
+    differ |= {"expert_feed_forward_length": 32}
+    other = config_of(
+        file_of("gemma4", "rope_freqs.weight", "blk.0.ffn_gate_inp.weight", **(GEMMA4 | differ), **EXPERTS)
+    )
     assert [other.per_layer_config[index].num_key_value_heads for index in range(6)] == [4, 4, 2] * 2
     assert (other.intermediate_size, other.use_double_wide_mlp, other.num_kv_shared_layers) == (128, True, 3)
     assert (other.attention_k_eq_v, other.enable_moe_block, other.top_k_experts) == (True, True, 2)
