@@ -4,7 +4,6 @@ import json
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
-from itertools import product
 from pathlib import Path
 from typing import Any, Literal
 
@@ -120,16 +119,13 @@ def _refuse_odd_experts(shapes: Mapping[str, Any]) -> None:
     count = 1 + max((int(one["number"]) for one in experts), default=-1)
     places, kinds = (Counter(one[name] for one in experts) for name in ("place", "kind"))
     usual = [kind for kind, times in kinds.items() if 2 * times > max(kinds.values())]
-    wanted = [(place, kind, number) for place in places for kind in usual for number in range(count)]
-    missing = sorted(
-        f"{place}{number}{kind}" for place, kind, number in wanted if f"{place}{number}{kind}" not in shapes
-    )
+    wanted = [[f"{place}{number}{kind}" for number in range(count)] for place in places for kind in usual]
+    missing = sorted(name for names in wanted for name in names if name not in shapes)
     if missing:
         raise StartupError(f"the files contain no weights for {', '.join(missing[:3])} ({len(missing)} in all)")
-    for place, kind in product(places, usual):
-        found = [f"{place}{number}{kind}" for number in range(count)]
-        (shape, _), *others = Counter(str(shapes[name]) for name in found).most_common()
-        for name in found if others else ():
+    for names in wanted:
+        (shape, _), *_ = Counter(str(shapes[name]) for name in names).most_common()
+        for name in names:
             if str(shapes[name]) != shape:
                 raise StartupError(f"tensor {name!r} has the shape {shapes[name]}, but those of other experts {shape}")
 

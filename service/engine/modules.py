@@ -285,12 +285,9 @@ def weights_of(module: nn.Module) -> dict[str, Weight | QuantisedStack]:
     """Collect all weights of a module and its children by name, including quantised ones."""
     found: dict[str, Weight | QuantisedStack] = dict(module.named_parameters())
     for name, child in module.named_modules():
-        own: dict[str, Weight | QuantisedStack] = {}
-        if isinstance(child, QuantisedLinear | QuantisedEmbedding):
-            own = {"weight": child.weight}
-        elif isinstance(child, QuantisedExperts):
-            own = {name: stack for name in STACKS if isinstance(stack := getattr(child, name), QuantisedStack)}
-        found |= {f"{name}.{key}".removeprefix("."): weight for key, weight in own.items()}
+        for key, value in vars(child).items():
+            if isinstance(value, QuantisedWeight | QuantisedStack):
+                found[f"{name}.{key}".removeprefix(".")] = value
     return found
 
 
