@@ -365,9 +365,9 @@ def spans_projection(head_norms: tuple[Tensor, Tensor] | None, dim: int) -> bool
     return head_norms is not None and len(head_norms[0]) > dim
 
 
-def plan_layers(layers: Sequence[Any], pools: Sequence[Tensor], taps: Sequence[int] = ()) -> RunLayers:
-    """Plan a function that runs `DecoderLayer`s in order, each with its own KV pool. `taps`: indices of the tapped
-    layers, in the order of their columns. # pools [2, slots, kv_heads, dim] each"""
+def plan_layers(layers: Sequence[Any], pools: Sequence[Any], taps: Sequence[int] = ()) -> RunLayers:
+    """Plan a function that runs `DecoderLayer`s in order, each with its own KV pool or states. `taps`: indices of the
+    tapped layers, in the order of their columns. # pools [2, slots, kv_heads, dim] each"""
 
     def run(hidden: Tensor, delta: Tensor | None, places: Any, tapped: Tensor | None = None) -> Tensor:
         columns = {} if tapped is None else dict(zip(taps, tapped.chunk(len(taps), -1), strict=True))

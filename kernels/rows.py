@@ -4,7 +4,7 @@ All extend rows come first, sequence by sequence and by position; then all tree 
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from kernels.graph_runner import send
+from kernels.recurrence import StateRows
 from kernels.tree_attention import AttentionRows
 from kernels.trees import ROOT, DraftTree
 
@@ -51,6 +52,7 @@ class ForwardRows:
     logit_places: Tensor  # [logits] int64, tree index of the choice: 0 after the root, 1 + i after node i
     completing: Tensor  # [completing sequences] int64, index among all sequences of the forward
     num_nodes: Tensor  # [completing sequences] int64, number of node rows, padding included
+    states: StateRows | None = field(default=None, kw_only=True)  # None if the model has no recurrent layers
 
     @property
     def num_rows(self) -> int:

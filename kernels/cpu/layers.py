@@ -268,7 +268,7 @@ def _attended(attention: Attention) -> tuple[Tensor | int | None, ...]:
     return *attention.rows.words, *attention.groups_and_table
 
 
-def plan_layers(layers: Sequence[Any], pools: Sequence[Tensor], taps: Sequence[int] = ()) -> RunLayers:
+def plan_layers(layers: Sequence[Any], pools: Sequence[Any], taps: Sequence[int] = ()) -> RunLayers:
     """Same as the reference op, in one native call for all layers. If a layer has experts, a product that is not packed
     or an odd number of input columns, all layers run op by op. # pools [2, slots, kv_heads, dim] each"""
     if all(len(_packed(layer)) == 4 for layer in layers):

@@ -31,7 +31,6 @@ from service.engine.emit import (
     read_result,
     scored_rows,
 )
-from service.engine.kv_pool import SlotTable
 from service.engine.prefix_cache import PrefixCache
 from service.engine.requests import GenerationRequest, SamplingParams, SequenceOutput, Submission
 from service.engine.rows import RowLayout, committed_of, decoding_shapes, prompt_reads
@@ -122,7 +121,7 @@ class Engine:
         self.target = target
         self.drafter = drafter
         self.slots = target.pool.allocator(limits.num_slots, limits.first_slot)
-        self.table = SlotTable(max_sequences, limits.max_model_len, target.device)
+        self.table = target.pool.table(max_sequences, limits.max_model_len)
         self._draft_stage = DraftStage(
             drafter,
             policy,
@@ -271,6 +270,8 @@ class Engine:
         """Append the step's tokens to their sequences, free the slots of rejected nodes, and make the outputs."""
         lengths = [len(tokens) - 1 for tokens in result.tokens]
         gaps = _advance(batch, lengths)
+        if self.table.states is not None:
+            self.table.states.advance(batch.items, lengths, result.verified.path)
         if rejected := sum(result.budget.node_rows) - sum(lengths):
             self.slots.free(result.verified.freed[:rejected])
         sent = [self._emit(sequence, index, result) for index, sequence in enumerate(batch.completing)]

@@ -1,16 +1,20 @@
 """KV cache: the pool of keys and values addressed by slot ids, the free slots, and the slot table of running sequences.
 
-Committing a token writes its slot id into the table; keys and values are never moved within the pool.
+Committing a token writes its slot id into the table; keys and values are never moved within the pool. Recurrent layers
+have states instead of keys and values (`service.engine.states`).
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from kernels.cpu.library import pool_memory
+from kernels.recurrence import LayerStates
 from kernels.tree_attention import NULL_SLOT, Attention, AttentionRows, KVRows
+from service.engine.states import ONE_PROMPT, StateRoom, States, StateShape
 from service.errors import StartupError
 
 
@@ -26,21 +30,42 @@ class LayerKV:
 
 @dataclass(frozen=True, slots=True)
 class KVShape:
-    """Size and type of one token's keys and values. There are two KV groups: layers without a window, and layers with
-    one."""
+    """Size and type of one token's keys and values, and of one sequence's states in recurrent layers. There are two KV
+    groups: layers without a window, and layers with one."""
 
-    layers: tuple[LayerKV, ...]
+    layers: tuple[LayerKV | StateShape, ...]
     dtype: torch.dtype
+
+    @property
+    def attending(self) -> Iterator[LayerKV]:
+        """The layers with keys and values."""
+        return (layer for layer in self.layers if isinstance(layer, LayerKV))
+
+    @property
+    def recurrent(self) -> Iterator[StateShape]:
+        """The layers with states."""
+        return (layer for layer in self.layers if isinstance(layer, StateShape))
+
+    @property
+    def bytes_per_state(self) -> int:
+        """Bytes of one state of all recurrent layers; 0 if there are none."""
+        return sum(layer.num_bytes for layer in self.recurrent)
+
+    def state_bytes(self, room: StateRoom) -> int:
+        """Bytes of all states in memory, and of what trees leave to be replayed."""
+        states = (1 + room.num_working + room.snapshots) * self.bytes_per_state
+        columns = sum(layer.input_columns for layer in self.recurrent)
+        return states + (1 + room.num_working) * room.nodes * columns * self.dtype.itemsize
 
     @property
     def bytes_per_slot(self) -> int:
         """Bytes of one token's keys and values in all layers."""
-        return self._bytes_of(self.layers)
+        return self._bytes_of(self.attending)
 
     @property
     def bytes_in_windows(self) -> int:
         """The part of `bytes_per_slot` in layers with a window."""
-        return self._bytes_of(layer for layer in self.layers if layer.window is not None)
+        return self._bytes_of(layer for layer in self.attending if layer.window is not None)
 
     def _bytes_of(self, layers: Iterable[LayerKV]) -> int:
         return 2 * self.dtype.itemsize * sum(layer.kv_heads * layer.dim for layer in layers if layer.source is None)
@@ -48,11 +73,11 @@ class KVShape:
     @property
     def window(self) -> int | None:
         """Largest window of a layer; None if no layer has one."""
-        return max((layer.window for layer in self.layers if layer.window is not None), default=None)
+        return max((layer.window for layer in self.attending if layer.window is not None), default=None)
 
     def least_heads(self, *, windowed: bool) -> int | None:
         """Smallest number of key heads in the layers of one KV group; None if it has no layers."""
-        group = [layer.kv_heads for layer in self.layers if (layer.window is not None) == windowed]
+        group = [layer.kv_heads for layer in self.attending if (layer.window is not None) == windowed]
         return min(group, default=None)
 
 
@@ -61,7 +86,8 @@ Plan = Callable[[AttentionRows, Tensor, int], Attention]
 
 
 class KVPool:
-    """Storage of keys and values: a tensor for each layer that has its own. # [2, slots + 1 + scratch, kv_heads, dim]
+    """Storage of keys and values: a tensor for each layer that has its own, and the states of each recurrent layer.
+    # [2, slots + 1 + scratch, kv_heads, dim]
 
     The place after the slots is written by padding rows and never read. It is followed by scratch places for the trees
     of a drafter that runs these layers. Layers with a window may have fewer places than there are slots; then
@@ -76,10 +102,12 @@ class KVPool:
         *,
         scratch: int = 0,
         num_places: int | None = None,
+        states: StateRoom = ONE_PROMPT,
     ) -> None:
         """`scratch`: number of scratch places for a drafter's trees; `num_places`: places of layers with a window,
-        NULL_SLOT included; None: they keep all slots."""
+        NULL_SLOT included; None: they keep all slots; `states`: numbers of states in recurrent layers."""
         assert not (scratch and num_places), "trees of a drafter need all slots in all layers"
+        assert not (scratch and shape.bytes_per_state), "trees of a drafter have no states"
         self.num_slots, self.num_places = num_slots, num_places
         self.shape, self.device = shape, device
         every = num_slots + 1 + scratch
@@ -90,15 +118,21 @@ class KVPool:
             self.window_of[num_slots] = num_places
         self._heads = shape.least_heads(windowed=False), shape.least_heads(windowed=True)
         self._users: dict[range, object] = {}
-        self.layers: list[Tensor] = []  # by layer; [2, places, kv_heads, dim] each
+        self.states = states
+        self.layers: list[Tensor | LayerStates] = []  # by layer; [2, places, kv_heads, dim] each
         for layer in shape.layers:
+            if isinstance(layer, StateShape):
+                self.layers.append(states.layer(layer, shape.dtype, device))
+                continue
             size = 2, every if layer.window is None or not num_places else num_places + 1, layer.kv_heads, layer.dim
             own = pool_memory(size, shape.dtype, device) if layer.source is None else self.layers[layer.source]
             self.layers.append(own)
 
     def use(self, user: object, slots: range) -> bool:
         """Let `user` write to these slots from now on. Returns whether another user, or none, wrote to them before, so
-        that they hold nothing of `user`."""
+        that they hold nothing of `user`. All users of a pool share its states, and so each has all slots."""
+        if self.shape.bytes_per_state:
+            slots = range(NULL_SLOT + 1, self.num_slots)
         if self._users.get(slots) is user:
             return False
         self._users = {
@@ -108,15 +142,15 @@ class KVPool:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all layers' keys and values."""
-        return sum(
-            own.nbytes for own, layer in zip(self.layers, self.shape.layers, strict=True) if layer.source is None
-        )
+        """Bytes of all layers' keys and values, and states."""
+        own = {id(kept): kept.nbytes for kept in self.layers if isinstance(kept, Tensor)}
+        return sum(own.values()) + self.shape.state_bytes(self.states)
 
     def refuse_other_shape(self, index: int, keys: Tensor, values: Tensor, window: int | None) -> None:
         """Raise StartupError if keys or values of layer `index`, or its window, are not as configured.
         # keys, values [1, kv_heads, rows, dim]"""
         layer = self.shape.layers[index]
+        assert isinstance(layer, LayerKV), "the model attends in its recurrent layers"
         expected = layer.kv_heads, layer.dim, layer.window or 0
         found = {(tensor.shape[1], tensor.shape[-1], window or 0) for tensor in (keys, values)}
         if found != {expected}:
@@ -169,15 +203,24 @@ class KVPool:
         """Index of the place that padding rows write to, after all slots."""
         return self.num_slots
 
-    def layer(self, index: int) -> Tensor:
-        """The keys and values that a layer reads. # [2, places, kv_heads, dim]"""
+    def layer(self, index: int) -> Any:
+        """The keys and values that a layer reads, or its states. # [2, places, kv_heads, dim]"""
         return self.layers[index]
+
+    def table(self, max_sequences: int, max_length: int) -> "SlotTable":
+        """Make a slot table, whose rows have states if the model has recurrent layers."""
+        layers = [layer for layer in self.layers if isinstance(layer, LayerStates)]
+        states = States(layers, self.states, max_sequences, self.device) if layers else None
+        return SlotTable(max_sequences, max_length, self.device, states)
 
     def write(self, index: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
         """Store the keys and values of rows in layer `index`, unless it reads those of another.
         # slots [rows] int64; keys, values [rows, kv_heads, dim]"""
-        if self.shape.layers[index].source is None:
-            for kept, new in zip(self.layers[index], (keys, values), strict=True):
+        layer, own = self.shape.layers[index], self.layers[index]
+        assert isinstance(layer, LayerKV), "a recurrent layer has states"
+        assert isinstance(own, Tensor), "a recurrent layer has states"
+        if layer.source is None:
+            for kept, new in zip(own, (keys, values), strict=True):
                 kept.index_copy_(0, slots, new.to(kept.dtype))
 
 
@@ -290,7 +333,9 @@ class Windows:
 class SlotTable:
     """Slots of the committed positions of running sequences, one row each. # [max_sequences, max_length] int64"""
 
-    def __init__(self, max_sequences: int, max_length: int, device: torch.device) -> None:
+    def __init__(self, max_sequences: int, max_length: int, device: torch.device, states: States | None = None) -> None:
+        """`states`: states of the rows; None without recurrent layers."""
+        self.states = states
         self.slots = torch.full((max_sequences, max_length), NULL_SLOT, dtype=torch.int64, device=device)
         self._free_rows = list(range(max_sequences - 1, -1, -1))
 
@@ -301,7 +346,10 @@ class SlotTable:
 
     def take_row(self) -> int:
         """Take a row for a sequence that starts to run."""
-        return self._free_rows.pop()
+        row = self._free_rows.pop()
+        if self.states is not None:
+            self.states.begin(row)
+        return row
 
     def release_row(self, row: int, length: int) -> Tensor:
         """Release a row. Returns the slots of its first `length` positions, which the caller must free.

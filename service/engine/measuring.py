@@ -38,7 +38,7 @@ from service.engine.costs import (
     write_costs,
 )
 from service.engine.engine import EngineLimits
-from service.engine.kv_pool import PASSED_AT_ONCE, SlotTable
+from service.engine.kv_pool import PASSED_AT_ONCE
 from service.engine.rows import RowLayout
 from service.engine.target import Target
 
@@ -75,7 +75,7 @@ class Trial:
     def __init__(self, target: Target, *, sequences: int, max_length: int) -> None:
         self.target = target
         self.generator = torch.Generator().manual_seed(0)
-        self.table = SlotTable(sequences, max_length, target.device)
+        self.table = target.pool.table(sequences, max_length)
         self._slots, self._passed = target.pool.allocator(), [0] * sequences
         self._slots.shuffle(self.generator)
         self._layout = RowLayout(self._slots, self.table)
@@ -99,10 +99,18 @@ class Trial:
         """Free the slots of these rows."""
         self._slots.free(rows.slots)
 
+    def pretend(self, row: int, position: int) -> None:
+        """Treat a sequence, in recurrent layers, as if its text up to `position` had been read; for timing."""
+        if self.table.states is not None:
+            self.table.states.begin(row, position=position)
+
     def run(self, extends: list[ExtendRows], tree: DraftTree | None = None) -> tuple[ForwardRows, Tensor]:
-        """Lay out rows and run a forward. # -> rows, logits [logits, vocab]"""
+        """Lay out rows and run a forward, after which the extends' rows are read. # -> rows, logits [logits, vocab]"""
         rows = self.place(extends, tree)
-        return rows, self.target.forward(rows, self.table).logits
+        logits = self.target.forward(rows, self.table).logits
+        if self.table.states is not None:
+            self.table.states.advance(extends)
+        return rows, logits
 
     def prefill(self, row: int, tokens: list[int], *, chunk: int) -> None:
         """Compute the keys and values of a prompt in chunks; `row`: row of the slot table."""
@@ -266,6 +274,7 @@ def dummy_texts(target: Target, *, sequences: int, length: int) -> Trial:
     for row in range(sequences):
         for first in range(computed, length, PASSED_AT_ONCE):
             count = min(PASSED_AT_ONCE, length - first)
+            trial.pretend(row, first)
             trial.place([ExtendRows(row, first, [0] * count, completes=False)])
     return trial
 
@@ -276,6 +285,8 @@ def place_point(trial: Trial, point: Point) -> ForwardRows:
     roots, tree = trial.random_tokens(point.sequences), trees_for(point, trial.target.device)
     nodes = torch.tensor(trial.random_tokens(tree.tokens.numel()), dtype=torch.int64).view(tree.tokens.shape)
     extends = [ExtendRows(row, point.context, [token], completes=True) for row, token in enumerate(roots)]
+    for extend in extends:
+        trial.pretend(extend.table_row, extend.start)
     return trial.place(extends, tree._replace(tokens=nodes.to(trial.target.device)))
 
 

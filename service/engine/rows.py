@@ -6,6 +6,7 @@ nodes = padded node count of a tree, depth = length of the longest path of a tre
 
 from collections.abc import Iterator
 from collections.abc import Sequence as Items
+from dataclasses import replace
 from itertools import product
 from typing import NamedTuple
 
@@ -50,8 +51,9 @@ class RowLayout:
             trees.num_nodes.tolist() if node_rows is None else node_rows  # planned transfer: not while serving
         )
         num_rows = sum(extend.num_rows for extend in extends) + sum(counts)
-        slots, table = self._slots.allocate(num_rows), self._table.slots
-        return ops.on(table.device).lay_out_rows(extends, counts, trees, slots, table, self._place)
+        slots, table, states = self._slots.allocate(num_rows), self._table.slots, self._table.states
+        rows = ops.on(table.device).lay_out_rows(extends, counts, trees, slots, table, self._place)
+        return rows if states is None else replace(rows, states=states.rows(extends, counts, trees.parents))
 
 
 def decoding_shapes(max_sequences: int, tree_widths: Items[int]) -> list[DecodingShape]:

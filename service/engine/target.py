@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from kernels import ops
 from kernels.graph_runner import Capture
+from kernels.recurrence import StateRows
 from kernels.rows import ForwardRows
 from kernels.tree_attention import AttentionRows
 from service.engine.decoder import FusedDecoder, LogitRows, layers_of, planner_of
@@ -66,7 +67,7 @@ class Target:
         if scored is None:
             return self._forward(rows, table, features)
         logit_rows = torch.cat([rows.logit_rows, scored])
-        output = self.compute(rows.tokens, rows.attention, rows.slots, logit_rows, table.slots, features=features)
+        output = self._computed(rows, logit_rows, table, features)
         logits, more = output.logits.split([rows.logit_rows.shape[0], scored.shape[0]])
         return replace(output, logits=logits, scored=more)
 
@@ -104,11 +105,12 @@ class Target:
         slot_table: Tensor,
         *,
         features: bool = True,
+        states: StateRows | None = None,
     ) -> TargetOutput:
         """Run the model on flattened rows, eagerly; this is the part of a forward that is captured.
         # tokens, slots [rows]; logit_rows [logits]; slot_table [sequences, positions]; all int64"""
         groups = self.pool.groups(attention, slots, slot_table, self._plan_attention)
-        logits, tapped = self._layers(tokens, attention.positions, groups, logit_rows, self.pool, features, None)
+        logits, tapped = self._layers(tokens, attention.positions, groups, logit_rows, self.pool, features, states)
         if self._no_tokens is not None:
             logits.index_fill_(1, self._no_tokens, -math.inf)
         return TargetOutput(logits, tapped)
@@ -117,4 +119,8 @@ class Target:
         """Run a forward eagerly, even if `run_by` was called."""
         all_choose = rows.logit_rows.shape == rows.tokens.shape  # and then they choose in their order
         logit_rows = slice(None) if all_choose else rows.logit_rows
-        return self.compute(rows.tokens, rows.attention, rows.slots, logit_rows, table.slots, features=features)
+        return self._computed(rows, logit_rows, table, features)
+
+    def _computed(self, rows: ForwardRows, logit_rows: LogitRows, table: SlotTable, features: bool) -> TargetOutput:
+        how = rows.tokens, rows.attention, rows.slots, logit_rows, table.slots
+        return self.compute(*how, features=features, states=rows.states)
