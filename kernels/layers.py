@@ -149,6 +149,7 @@ class BlockFormat(NamedTuple):
     has_minima: bool = False
     size: int = COLUMNS  # columns that share a scale; 16 only with 6 bits and no minima
     has_table: bool = False  # codes of 4 bits are floats: they stand for the numbers of a table, less `zero`
+    has_units: bool = False  # scales and minima are whole numbers times units, with minima or 16 columns to a scale
 
     def numbers(self, codes: Tensor) -> Tensor:
         """Look up codes, or subtract `zero` from them. # [...] uint8 -> [...] float32, whole numbers"""
@@ -165,14 +166,22 @@ class QuantisedBlocks(NamedTuple):
     """Quantised blocks of some rows of a weight: codes, scales and minima."""
 
     codes: Tensor  # [rows, blocks, 32] uint8
-    scales: Tensor  # [rows, blocks, 32 / size] float16
+    scales: Tensor  # [rows, blocks, 32 / size] float16; int8 with units
     minima: Tensor | None = None  # like scales
+    units: Tensor | None = None  # [rows, ceil(blocks / 8), 1 or 2] float16: of scales and of minima
+
+    def factors(self) -> Tensor:
+        """Compute scales, and minima if there are any. # -> [1 or 2, rows, blocks, 32 / size] float32"""
+        values = torch.stack([value.float() for value in (self.scales, self.minima) if value is not None])
+        if self.units is None:
+            return values
+        return values * self.units.float().repeat_interleave(8, 1)[:, : values.shape[2]].movedim(2, 0)[..., None]
 
     def weights(self, form: BlockFormat) -> Tensor:
         """Dequantise: scale (code - zero) + minimum. # -> [rows, blocks, 32 / size, size] float32"""
-        codes: Tensor = form.numbers(self.codes).unflatten(2, (-1, form.size))
-        steps = codes * self.scales.float()[..., None]
-        return steps if self.minima is None else steps + self.minima.float()[..., None]
+        scales, *minima = self.factors()[..., None]
+        steps: Tensor = form.numbers(self.codes).unflatten(2, (-1, form.size)) * scales
+        return steps + minima[0] if minima else steps
 
 
 class UnpackedWeight(QuantisedWeight):
@@ -210,9 +219,8 @@ def keep_blocks(
 ) -> QuantisedWeight:
     """Build a quantised weight from consecutive chunks of its rows; all chunks but the last have a multiple of 32 rows.
     # shape [out, in]"""
-    codes, scales, minima = zip(*pieces, strict=True)
-    blocks = QuantisedBlocks(torch.cat(codes), torch.cat(scales), torch.cat(minima) if form.has_minima else None)
-    return UnpackedWeight([(form, blocks)], shape[1], dtype)
+    values = [None if one[0] is None else torch.cat(one) for one in zip(*pieces, strict=True)]
+    return UnpackedWeight([(form, QuantisedBlocks._make(values))], shape[1], dtype)
 
 
 def in_8_bits(weight: Tensor) -> QuantisedBlocks:
@@ -250,9 +258,10 @@ def _part_of_product(whole: Tensor, scales: Tensor, form: BlockFormat, weight: Q
     whole = whole.unflatten(-1, (-1, form.size))  # [..., blocks, scales, size]
     codes = form.numbers(weight.codes).unflatten(2, (-1, form.size))
     dots = torch.einsum("...bsi,obsi->...obs", whole, codes)  # whole numbers below 2^24: exact
-    y = dots * weight.scales.float() * scales[..., None, :, :]
-    if weight.minima is not None:
-        y = y + weight.minima.float() * (scales * whole.sum(-1))[..., None, :, :]
+    factors, *minima = weight.factors()
+    y: Tensor = dots * factors * scales[..., None, :, :]
+    if minima:
+        y = y + minima[0] * (scales * whole.sum(-1))[..., None, :, :]
     return y.flatten(-2).sum(-1)
 
 

@@ -151,14 +151,13 @@ def keep_blocks(
     form: BlockFormat, shape: tuple[int, int], dtype: torch.dtype, pieces: Iterable[QuantisedBlocks]
 ) -> PackedWeight:
     """Same as the reference op. # shape [out, in]"""
-    (out, columns), numbers = shape, (form.bits, form.size, form.zero, form.has_minima, form.has_table)
+    (out, columns), numbers = shape, (form.bits, form.size, form.zero, form.has_minima, form.has_table, form.has_units)
     num_bytes = call("quantised_bytes", CStruct(None, out, *numbers), columns)
     tiles, first = weight_memory(num_bytes), 0
     structure = CStruct(tiles, out, *numbers)
     for piece in pieces:
-        codes, scales, minima = (None if value is None else value.contiguous() for value in piece)
-        rows = len(piece.codes)
-        call("pack_quantised", structure, tiles, columns, first, rows, codes, scales, minima)
+        rows, values = len(piece.codes), [None if value is None else value.contiguous() for value in piece]
+        call("pack_quantised", structure, tiles, columns, first, rows, *values)
         first += rows
     assert first == out, f"{first} rows of {out}"
     return PackedWeight([PackedPart(tiles, structure)], columns, dtype)

@@ -10,7 +10,9 @@
 // [8][TILE][4]; else their lower four as [4][TILE][4], columns 8 j to 8 j + 3 in the lower nibbles of the j-th, the next
 // four in the upper ones, and of 6 bits the upper two as [2][TILE][4], columns 16 j + 4 m to 16 j + 4 m + 3 at bit 2 m.
 // Codes of 4 bits may stand for the numbers of a table, which are looked up as they are read.
-// Then scales [32 / size][TILE] and, where there are any, minima [32 / size][TILE], all of float16.
+// Then scales [32 / size][TILE] and, where there are any, minima [32 / size][TILE], all of float16. Where these are whole
+// numbers times units, 8 blocks lie together: units of float16 [TILE] of scales and [TILE] of minima, then the scales and
+// minima of each block, of 8 bits, and then the codes of each.
 #include <algorithm>
 #include <cmath>
 #include <utility>
@@ -25,15 +27,33 @@ namespace {
 constexpr int TILE = LANES;  // outputs
 constexpr int COLUMNS = 32, GROUPS = COLUMNS / 4;  // of a block; a group of four is what one dot product takes
 constexpr int REGISTER = 4 * LANES;  // bytes
+constexpr int SPAN = 8;              // blocks that share units
 constexpr int MOST_ROWS = LANES == 16 ? 12 : 6;
 constexpr int64_t FEW = 1 << 11;  // elements below which helpers cost more than they save
 
 struct Part {  // consecutive outputs of a matrix that have one format
     const uint8_t* tiles;
-    int64_t outputs, bits, size, zero, has_minima, has_table;
+    int64_t outputs, bits, size, zero, has_minima, has_table, has_units;
 
-    int64_t block_bytes() const { return TILE * (COLUMNS * bits / 8 + COLUMNS / size * 2 * (1 + has_minima)); }
     int64_t num_tiles() const { return (outputs + TILE - 1) / TILE; }
+    int64_t span() const { return has_units ? SPAN : 1; }  // blocks that lie together
+    int64_t unit_bytes() const { return has_units ? 2 * TILE * (1 + has_minima) : 0; }
+    int64_t code_bytes() const { return REGISTER * bits; }  // of a block
+    int64_t scale_bytes() const { return TILE * (COLUMNS / size) * (1 + has_minima) * (has_units ? 1 : 2); }
+    int64_t span_bytes() const { return unit_bytes() + span() * (code_bytes() + scale_bytes()); }
+    int64_t tile_bytes(int64_t blocks) const { return (blocks + span() - 1) / span() * span_bytes(); }
+};
+
+// Where a block of a tile lies.
+template <class Byte>
+struct Block {
+    Byte *units, *codes, *scales;
+
+    Block(const Part& part, Byte* tile, int64_t number) : units(tile + number / part.span() * part.span_bytes()) {
+        const int64_t within = number % part.span(), all_scales = part.span() * part.scale_bytes();
+        scales = units + (part.has_units ? part.unit_bytes() + within * part.scale_bytes() : part.code_bytes());
+        codes = units + (part.has_units ? part.unit_bytes() + all_scales + within * part.code_bytes() : 0);
+    }
 };
 
 struct Matrix {
@@ -246,35 +266,57 @@ inline Vec floats(const uint16_t* halves) {
 #endif
 }
 
-// sums [ROWS]: of one tile of outputs, for each row of x [ROWS, blocks].
-template <int BITS, int SIZE, bool MINIMA, int ROWS>
+inline Vec floats(const int8_t* numbers) {
+#if defined(__AVX512F__)
+    const __m512i whole = _mm512_maskz_cvtepi8_epi32(0xffff, _mm_loadu_si128((const __m128i*)numbers));
+    return __builtin_convertvector((IVec)whole, Vec);
+#elif defined(__AVX2__)
+    return __builtin_convertvector((IVec)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)numbers)), Vec);
+#else
+    IVec whole;
+    for (int i = 0; i < LANES; i++) whole[i] = numbers[i];
+    return __builtin_convertvector(whole, Vec);
+#endif
+}
+
+// sums [ROWS]: of one tile of outputs, for each row of x [ROWS, blocks]. The product of a unit and a number is exact.
+template <int BITS, int SIZE, bool MINIMA, bool UNITS, int ROWS>
 void tile(const Activations* x, const uint8_t* w, int32_t zero, Vec* results, int64_t blocks) {
-    constexpr int SCALES = COLUMNS / SIZE;  // of a block
-    constexpr int64_t BYTES = TILE * (COLUMNS * stored(BITS) / 8 + 2 * SCALES * (1 + MINIMA));
-    Vec sums[ROWS];
+    using Scale = std::conditional_t<UNITS, int8_t, uint16_t>;
+    constexpr int SCALES = COLUMNS / SIZE, TOGETHER = UNITS ? SPAN : 1;  // of a block
+    constexpr int64_t CODE_BYTES = REGISTER * stored(BITS), SCALE_BYTES = TILE * SCALES * (1 + MINIMA) * sizeof(Scale);
+    constexpr int64_t UNIT_BYTES = UNITS ? 2 * TILE * (1 + MINIMA) : 0;
+    constexpr int64_t BYTES = CODE_BYTES + SCALE_BYTES + UNIT_BYTES / TOGETHER;  // of a block with its share
+    Vec sums[ROWS], units[2];
 #pragma GCC unroll 12  // all loops over rows, or sums are kept in memory
     for (int r = 0; r < ROWS; r++) sums[r] = results[r];
-    for (int64_t block = 0; block < blocks; block++, x++, w += BYTES) {
-        for (int64_t i = 0; i < BYTES; i += 64) prefetch_weights(w + i);
-        const uint16_t* scales = (const uint16_t*)(w + REGISTER * stored(BITS));
-        const Vec minima = MINIMA ? floats(scales + SCALES * TILE) : Vec{};
+    for (int64_t first = 0; first < blocks; first += TOGETHER, w += TOGETHER * BYTES) {
+        if (UNITS) units[0] = floats((const uint16_t*)w), units[1] = floats((const uint16_t*)w + MINIMA * TILE);
+        const int64_t count = UNITS ? std::min<int64_t>(TOGETHER, blocks - first) : 1;
+        for (int64_t within = 0; within < count; within++, x++) {
+            for (int64_t i = 0; i < BYTES; i += 64) prefetch_weights(w + within * BYTES + i);
+            const uint8_t* codes_at = w + UNIT_BYTES + (UNITS ? TOGETHER * SCALE_BYTES + within * CODE_BYTES : 0);
+            const Scale* scales = (const Scale*)(w + (UNITS ? UNIT_BYTES + within * SCALE_BYTES : CODE_BYTES));
+            Vec minima = MINIMA ? floats(scales + SCALES * TILE) : Vec{};
+            if (UNITS && MINIMA) minima *= units[1];
 #pragma GCC unroll 2
-        for (int step = 0; step < SCALES; step++) {
-            Sums<BITS> whole[ROWS];
+            for (int step = 0; step < SCALES; step++) {
+                Sums<BITS> whole[ROWS];
 #pragma GCC unroll 12
-            for (int group = step * SIZE / 4; group < (step + 1) * SIZE / 4; group++) {
-                Codes codes = codes_of<BITS>(w, group);
+                for (int group = step * SIZE / 4; group < (step + 1) * SIZE / 4; group++) {
+                    Codes codes = codes_of<BITS>(codes_at, group);
 #pragma GCC unroll 12
-                for (int r = 0; r < ROWS; r++) whole[r].add(codes, x[r * blocks].values + 4 * group, group);
-            }
-            const Vec scale = floats(scales + step * TILE);
+                    for (int r = 0; r < ROWS; r++) whole[r].add(codes, x[r * blocks].values + 4 * group, group);
+                }
+                const Vec scale = UNITS ? units[0] * floats(scales + step * TILE) : floats(scales + step * TILE);
 #pragma GCC unroll 12
-            for (int r = 0; r < ROWS; r++) {
-                const Activations& own = x[r * blocks];
-                IVec dots = whole[r].total();
-                if (!MINIMA) dots = dots - zero * own.sums[SIZE == COLUMNS ? 0 : 1 + step];
-                sums[r] = fused(__builtin_convertvector(dots, Vec), scale * own.scale, sums[r]);
-                if (MINIMA) sums[r] = fused(minima, splat(own.scaled_sum), sums[r]);
+                for (int r = 0; r < ROWS; r++) {
+                    const Activations& own = x[r * blocks];
+                    IVec dots = whole[r].total();
+                    if (!MINIMA) dots = dots - zero * own.sums[SIZE == COLUMNS ? 0 : 1 + step];
+                    sums[r] = fused(__builtin_convertvector(dots, Vec), scale * own.scale, sums[r]);
+                    if (MINIMA) sums[r] = fused(minima, splat(own.scaled_sum), sums[r]);
+                }
             }
         }
     }
@@ -283,17 +325,18 @@ void tile(const Activations* x, const uint8_t* w, int32_t zero, Vec* results, in
 }
 
 using Tile = void (*)(const Activations*, const uint8_t*, int32_t, Vec*, int64_t);
-template <int BITS, int SIZE, bool MINIMA, int... ROWS>
+template <int BITS, int SIZE, bool MINIMA, bool UNITS = false, int... ROWS>
 Tile tile_of(int64_t rows, std::integer_sequence<int, ROWS...>) {
-    static constexpr Tile TILES[] = {tile<BITS, SIZE, MINIMA, ROWS + 1>...};
+    static constexpr Tile TILES[] = {tile<BITS, SIZE, MINIMA, UNITS, ROWS + 1>...};
     return TILES[rows - 1];
 }
 Tile tile_of(const Part& part, int64_t rows) {
     constexpr auto COUNTS = std::make_integer_sequence<int, MOST_ROWS>();
     if (part.bits == 8) return tile_of<8, 32, false>(rows, COUNTS);
     if (part.has_table) return tile_of<BY_TABLE, 32, false>(rows, COUNTS);
+    if (part.size == 16) return tile_of<6, 16, false, true>(rows, COUNTS);
+    if (part.has_units) return part.bits == 4 ? tile_of<4, 32, true, true>(rows, COUNTS) : tile_of<6, 32, true, true>(rows, COUNTS);
     if (part.bits == 4) return part.has_minima ? tile_of<4, 32, true>(rows, COUNTS) : tile_of<4, 32, false>(rows, COUNTS);
-    if (part.size == 16) return tile_of<6, 16, false>(rows, COUNTS);
     return part.has_minima ? tile_of<6, 32, true>(rows, COUNTS) : tile_of<6, 32, false>(rows, COUNTS);
 }
 
@@ -323,7 +366,7 @@ void grouped_quantised(const T* x, const Group* groups, int64_t count, T* y, int
             const int64_t at = group.first + begin;
             Vec sums[MOST_ROWS];
             for (int64_t r = 0; r < length; r++) sums[r] = start;
-            const uint8_t* w = part->tiles + own * blocks * part->block_bytes();
+            const uint8_t* w = part->tiles + own * part->tile_bytes(blocks);
             tile_of(*part, length)(values + at * blocks, w, int32_t(part->zero), sums, blocks);
             for (int64_t r = 0; r < length; r++) store_end(y + (at + r) * out + first, sums[r], columns);
         }
@@ -362,23 +405,30 @@ void codes_at(const Part& part, const uint8_t* block, int64_t lane, int* codes) 
     }
 }
 
+// The scale of an output in a block, or its minimum.
+float factor(const Part& part, const Block<const uint8_t>& block, int64_t number, int64_t lane, bool minimum) {
+    const int64_t at = number * TILE + lane;
+    if (!part.has_units) return to_float16(((const uint16_t*)block.scales)[at]);
+    return to_float16(((const uint16_t*)block.units)[minimum * TILE + lane]) * float(((const int8_t*)block.scales)[at]);
+}
+
 // y [count, in]: the weights of some outputs.
 template <class T>
 void lookup_quantised(const Part* matrix, const int64_t* outputs, int64_t count, int64_t in, T* y) {
     const Part& part = *matrix;
-    const int64_t blocks = (in + COLUMNS - 1) / COLUMNS, scales = COLUMNS / part.size, bytes = part.block_bytes();
+    const int64_t blocks = (in + COLUMNS - 1) / COLUMNS, scales = COLUMNS / part.size;
     for_each(count, count * in <= FEW, [=, &part](int64_t row) {
         const int64_t lane = outputs[row] % TILE;
-        const uint8_t* block = part.tiles + outputs[row] / TILE * blocks * bytes;
+        const uint8_t* tile = part.tiles + outputs[row] / TILE * part.tile_bytes(blocks);
         int codes[COLUMNS];
-        for (int64_t first = 0; first < in; first += COLUMNS, block += bytes) {
-            codes_at(part, block, lane, codes);
+        for (int64_t number = 0; number < blocks; number++) {
+            const Block<const uint8_t> block(part, tile, number);
+            codes_at(part, block.codes, lane, codes);
             for (int64_t step = 0; step < scales; step++) {
-                const uint16_t* halves = (const uint16_t*)(block + REGISTER * part.bits) + step * TILE + lane;
-                const float scale = to_float16(halves[0]);
-                const float minimum = part.has_minima ? to_float16(halves[scales * TILE]) : 0.0f;
-                const int64_t begin = step * part.size, end = std::min(begin + part.size, in - first);
-                for (int64_t i = begin; i < end; i++)
+                const float scale = factor(part, block, step, lane, false);
+                const float minimum = part.has_minima ? factor(part, block, scales + step, lane, true) : 0.0f;
+                const int64_t first = number * COLUMNS, begin = step * part.size;
+                for (int64_t i = begin; i < std::min(begin + part.size, in - first); i++)
                     put(y + row * in + first + i, std::fma(float(codes[i] - part.zero), scale, minimum));
             }
         }
@@ -386,30 +436,37 @@ void lookup_quantised(const Part* matrix, const int64_t* outputs, int64_t count,
 }
 
 int64_t quantised_bytes(const Part* part, int64_t in) {
-    return part->num_tiles() * part->block_bytes() * ((in + COLUMNS - 1) / COLUMNS);
+    return part->num_tiles() * part->tile_bytes((in + COLUMNS - 1) / COLUMNS);
+}
+
+// Copies an output's scales or minima [count] to where they stand in a block, one in TILE.
+void spread(const uint8_t* from, uint8_t* to, int64_t count, int64_t size) {
+    for (int64_t i = 0; i < count; i++) memcpy(to + i * TILE * size, from + i * size, size_t(size));
 }
 
 // `rows` outputs from `first` on, a multiple of TILE, to where they stand in `to`: codes [rows, blocks, 32], scales and
-// minima [rows, blocks, 32 / size] of float16. Where they stand all is zero before.
+// minima [rows, blocks, 32 / size] of float16, or of int8 if there are units [rows, ceil(blocks / 8), of scales and of
+// minima] of float16. Where they stand all is zero before.
 void pack_quantised(const Part* part, uint8_t* to, int64_t in, int64_t first, int64_t rows, const uint8_t* codes,
-                    const uint16_t* scales, const uint16_t* minima) {
-    const int64_t blocks = (in + COLUMNS - 1) / COLUMNS, count = COLUMNS / part->size, bytes = part->block_bytes();
+                    const uint8_t* scales, const uint8_t* minima, const uint8_t* units) {
+    const int64_t blocks = (in + COLUMNS - 1) / COLUMNS, count = COLUMNS / part->size, size = part->has_units ? 1 : 2;
+    const int64_t spans = (blocks + part->span() - 1) / part->span(), of_units = part->unit_bytes() / TILE;
     for_each((rows + TILE - 1) / TILE, false, [=](int64_t tile) {
+        uint8_t* whole = to + (first / TILE + tile) * part->tile_bytes(blocks);
         for (int64_t row = tile * TILE; row < std::min(rows, (tile + 1) * TILE); row++)
-            for (int64_t block = 0; block < blocks; block++) {
-                const int64_t lane = row % TILE, from = row * blocks + block;
-                uint8_t* own = to + ((first / TILE + tile) * blocks + block) * bytes;
-                uint16_t* halves = (uint16_t*)(own + REGISTER * part->bits) + lane;
+            for (int64_t number = 0; number < blocks; number++) {
+                const int64_t lane = row % TILE, from = row * blocks + number;
+                const Block<uint8_t> block(*part, whole, number);
                 for (int i = 0; i < COLUMNS; i++) {
                     const int code = codes[from * COLUMNS + i];
                     const Place low = low_place(part->bits, i, lane), high = high_place(i, lane);
-                    own[low.byte] |= uint8_t((part->bits == 8 ? code : code & 15) << low.bit);
-                    if (part->bits == 6) own[high.byte] |= uint8_t(code >> 4 << high.bit);
+                    block.codes[low.byte] |= uint8_t((part->bits == 8 ? code : code & 15) << low.bit);
+                    if (part->bits == 6) block.codes[high.byte] |= uint8_t(code >> 4 << high.bit);
                 }
-                for (int64_t step = 0; step < count; step++) {
-                    halves[step * TILE] = scales[from * count + step];
-                    if (minima) halves[(count + step) * TILE] = minima[from * count + step];
-                }
+                spread(scales + from * count * size, block.scales + lane * size, count, size);
+                if (minima) spread(minima + from * count * size, block.scales + (count * TILE + lane) * size, count, size);
+                const uint8_t* own_units = units + (row * spans + number / part->span()) * of_units;
+                if (units && number % SPAN == 0) spread(own_units, block.units + 2 * lane, of_units / 2, 2);
             }
     });
 }

@@ -72,12 +72,7 @@ def _halves(raw: Tensor) -> Tensor:
     return raw.contiguous().view(torch.float16)
 
 
-def _nibbles(raw: Tensor) -> Tensor:
-    """Lower four bits of all bytes, then upper four bits. # [..., n] -> [..., 2 n]"""
-    return torch.cat([raw & 15, raw >> 4], dim=-1)
-
-
-def _bits(raw: Tensor, *shifts: int, mask: int = 1) -> Tensor:
+def _bits(raw: Tensor, *shifts: int, mask: int) -> Tensor:
     """Shift all bytes right by each of `shifts`, mask them, and concatenate the results.
     # [..., n] -> [..., shifts * n]"""
     return torch.cat([raw >> shift & mask for shift in shifts], dim=-1)
@@ -88,7 +83,7 @@ def _of_32(raw: Tensor, form: BlockFormat) -> QuantisedBlocks:
     j and j + 16 in byte j. # [rows, blocks, bytes]"""
     halves = 2 * (1 + form.has_minima)
     head, rest = _halves(raw[..., :halves]), raw[..., halves:]
-    codes = _nibbles(rest[..., -16:])
+    codes = _bits(rest[..., -16:], 0, 4, mask=15)
     if form.bits > 4:  # bit i of 32 is the fifth bit of column i
         spread = rest[..., :4, None] >> torch.arange(8, dtype=torch.uint8) & 1
         codes = codes | spread.flatten(-2) << 4
@@ -100,12 +95,6 @@ def _q8_0(raw: Tensor, form: BlockFormat) -> QuantisedBlocks:
     return QuantisedBlocks(raw[..., 2:] ^ 128, _halves(raw[..., :2]))
 
 
-def _scaled(blocks: Tensor, scales: Tensor) -> Tensor:
-    """Compute the sub-block scales of K formats: integer scales times the block's scale.
-    # blocks [rows, blocks, 1], scales [rows, blocks, parts] -> [rows, blocks * parts]"""
-    return (blocks.float() * scales.float()).half().flatten(1)
-
-
 def _of_k(raw: Tensor, form: BlockFormat) -> QuantisedBlocks:
     """Unpack Q4_K and Q5_K. A block holds its scale and minimum, eight 6-bit scales and minima, fifth bits, and codes
     in groups of 64 columns. # [rows, blocks, bytes]"""
@@ -113,31 +102,27 @@ def _of_k(raw: Tensor, form: BlockFormat) -> QuantisedBlocks:
     first, second, third = packed.split(4, dim=-1)
     scales = torch.cat([first & 63, third & 15 | first >> 6 << 4], dim=-1)
     minima = torch.cat([second & 63, third >> 4 | second >> 6 << 4], dim=-1)
-    codes = _nibbles(rest[..., -128:].unflatten(-1, (4, 32))).flatten(-2)  # [rows, blocks, 256]
+    codes = _bits(rest[..., -128:].unflatten(-1, (4, 32)), 0, 4, mask=15).flatten(-2)  # [rows, blocks, 256]
     if form.bits > 4:
-        codes = codes | _bits(rest[..., :32], *range(8)) << 4
-    rows = raw.shape[0]
-    return QuantisedBlocks(
-        codes.view(rows, -1, COLUMNS),
-        _scaled(heads[..., :1], scales)[..., None],
-        _scaled(-heads[..., 1:], minima)[..., None],
-    )
+        codes = codes | _bits(rest[..., :32], *range(8), mask=1) << 4
+    scales, minima = (value.view(torch.int8).reshape(len(raw), -1, 1) for value in (scales, minima))
+    units = heads * torch.tensor([1, -1], dtype=torch.float16)  # minima are subtracted
+    return QuantisedBlocks(codes.view(len(raw), -1, COLUMNS), scales, minima, units)
 
 
 def _q6_k(raw: Tensor, form: BlockFormat) -> QuantisedBlocks:
     """Unpack Q6_K. A block holds the lower four bits and the upper two bits of codes in groups of 128 columns, 16
     scales, and its own scale. # [rows, blocks, bytes]"""
     low, high = raw[..., :128].unflatten(-1, (2, 64)), raw[..., 128:192].unflatten(-1, (2, 32))
-    codes = _nibbles(low) | _bits(high, 0, 2, 4, 6, mask=3) << 4
-    scales = _scaled(_halves(raw[..., 208:]), raw[..., 192:208].view(torch.int8))
-    rows = raw.shape[0]
-    return QuantisedBlocks(codes.view(rows, -1, COLUMNS), scales.view(rows, -1, 2))
+    codes = _bits(low, 0, 4, mask=15) | _bits(high, 0, 2, 4, 6, mask=3) << 4
+    scales, rows = raw[..., 192:208].view(torch.int8), len(raw)
+    return QuantisedBlocks(codes.view(rows, -1, COLUMNS), scales.reshape(rows, -1, 2), units=_halves(raw[..., 208:]))
 
 
 def _mxfp4(raw: Tensor, form: BlockFormat) -> QuantisedBlocks:
     """Unpack MXFP4. A block holds an exponent, and codes with those of columns j and j + 16 in byte j.
     # [rows, blocks, bytes]"""
-    return mxfp4_blocks(_nibbles(raw[..., 1:]), raw[..., 0])
+    return mxfp4_blocks(_bits(raw[..., 1:], 0, 4, mask=15), raw[..., 0])
 
 
 FORMATS: Mapping[GGMLQuantizationType, tuple[BlockFormat, Callable[[Tensor, BlockFormat], QuantisedBlocks]]] = {
@@ -146,9 +131,9 @@ FORMATS: Mapping[GGMLQuantizationType, tuple[BlockFormat, Callable[[Tensor, Bloc
     GGMLQuantizationType.Q5_0: (BlockFormat(6, 16), _of_32),
     GGMLQuantizationType.Q5_1: (BlockFormat(6, 0, has_minima=True), _of_32),
     GGMLQuantizationType.Q8_0: (EIGHT_BITS, _q8_0),
-    GGMLQuantizationType.Q4_K: (BlockFormat(4, 0, has_minima=True), _of_k),
-    GGMLQuantizationType.Q5_K: (BlockFormat(6, 0, has_minima=True), _of_k),
-    GGMLQuantizationType.Q6_K: (BlockFormat(6, 32, size=16), _q6_k),
+    GGMLQuantizationType.Q4_K: (BlockFormat(4, 0, has_minima=True, has_units=True), _of_k),
+    GGMLQuantizationType.Q5_K: (BlockFormat(6, 0, has_minima=True, has_units=True), _of_k),
+    GGMLQuantizationType.Q6_K: (BlockFormat(6, 32, size=16, has_units=True), _q6_k),
     GGMLQuantizationType.MXFP4: (MXFP4, _mxfp4),
 }
 """File formats whose blocks can be kept, with the kernels' block format and the function that unpacks the bytes."""

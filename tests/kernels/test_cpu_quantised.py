@@ -27,7 +27,9 @@ FORMS = [
     BlockFormat(4, 0, has_minima=True),
     BlockFormat(6, 16),
     BlockFormat(6, 0, has_minima=True),
-    BlockFormat(6, 32, size=16),
+    BlockFormat(4, 0, has_minima=True, has_units=True),
+    BlockFormat(6, 0, has_minima=True, has_units=True),
+    BlockFormat(6, 32, size=16, has_units=True),
     EIGHT_BITS,
     MXFP4,
 ]
@@ -40,15 +42,16 @@ def random_blocks(form: BlockFormat, out: int, columns: int) -> QuantisedBlocks:
     shape = out, blocks, 32 // form.size
     scales = (torch.randn(shape, generator=generator) / 100).half()
     minima = (torch.randn(shape, generator=generator) / 10).half() if form.has_minima else None
-    return QuantisedBlocks(codes, scales, minima)
+    if not form.has_units:
+        return QuantisedBlocks(codes, scales, minima)
+    numbers = torch.randint(-128, 128, (2, *shape), generator=generator).to(torch.int8)[: 1 + form.has_minima]
+    units = (torch.randn(out, -(-blocks // 8), 2, generator=generator) / 3000).half()[..., : 1 + form.has_minima]
+    return QuantisedBlocks(codes, numbers[0], numbers[1] if form.has_minima else None, units)
 
 
 def pieces(blocks: QuantisedBlocks, rows: int) -> Iterator[QuantisedBlocks]:
     for first in range(0, blocks.codes.shape[0], rows):
-        codes, scales, minima = (None if value is None else value[first : first + rows] for value in blocks)
-        assert codes is not None
-        assert scales is not None
-        yield QuantisedBlocks(codes, scales, minima)
+        yield QuantisedBlocks._make(None if value is None else value[first : first + rows] for value in blocks)
 
 
 def weight_of(table: Ops, form: BlockFormat, out: int, columns: int, dtype: torch.dtype) -> QuantisedWeight:
