@@ -12,7 +12,8 @@ With weights in blocks of 4, 6 or 8 bits, as in GGUF files,
     w_oi = scale_oB (code_oi - zero) + minimum_oB,   x_i ~ a_B p_i
     y_o = b_o + sum_B scale_oB a_B (sum_{i in B} (code_oi - zero) p_i) + minimum_oB a_B (sum_{i in B} p_i)
 
-B is a block of 32 columns, or half of one, a_B = max |x_i| / 127 over 32 columns and p_i = round(x_i / a_B):
+B is a block of 32 columns, or half of one; in K formats its scale and minimum are whole numbers times units that eight
+blocks share. a_B = max |x_i| / 127 over 32 columns and p_i = round(x_i / a_B):
 activations are quantised row by row as llama.cpp does. The sums within a block are whole numbers and exact, and blocks
 are added up in the order of their columns.
 
