@@ -108,7 +108,7 @@ _OLMO3_PLAIN: Options = {"YaRN": _by_layers(_DEFAULT[5e5], _DEFAULT[5e5]), **_NO
 _GRANITE_PLAIN: Options = {**_NO_MULTIPLIERS, "attention_multiplier": {"attention_multiplier": 0.125}, **_UNTIED}
 _SMOLLM3_PLAIN: Options = {"layers without rope": {"no_rope_layers": [1] * 4}, **_UNTIED}
 
-_EXPERTS: Values = {"num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 128}
+_EXPERTS: Values = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 32}
 _MIXTRAL: Values = {"num_local_experts": 8, **_NO_WINDOW, **_rope(1e6)}
 _QWEN3_MOE = _EXPERTS | {"head_dim": 64, "norm_topk_prob": True} | _rope(1e6)
 _OLMOE: Values = {"num_experts": 16, "num_experts_per_tok": 4, "intermediate_size": 128, **_ALL_HEADS}
