@@ -75,8 +75,19 @@ def mimo(folder: Path, *, tied: bool = False) -> Path:
 LAYERS = 3
 _EXPERTS: dict[str, object] = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
 _GLM: dict[str, object] = {"n_routed_experts": 6, "n_group": 2, "routed_scaling_factor": 1.5, "attention_bias": True}
+_QWEN: dict[str, object] = {
+    "layer_types": ["linear_attention", "linear_attention", "full_attention"],
+    "mtp_layer_types": ["full_attention"],
+    "num_mtp_layers": 1,
+    **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), 8),
+    **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), 2),
+}
+_OF_QWEN: dict[str, object] = {**_EXPERTS, "num_experts": 6, "shared_expert_intermediate_size": 40}
 WITH_MODULES: dict[str, dict[str, object]] = {
     "glm4_moe": {**_GLM, **_EXPERTS, "use_qk_norm": True},
+    "qwen3_5_text": _QWEN,
+    "qwen3_5_moe_text": {**_QWEN, **_OF_QWEN},
+    "qwen3_next": {**_QWEN, **_OF_QWEN},
 }
 """Families of targets with a module, and their options."""
 

@@ -53,7 +53,8 @@ class LayerShape:
             target.get("shared_expert_intermediate_size") or width * (target.get("n_shared_experts") or 0),
         )
         rotary = Rotary(target, spec.attention.dim)
-        return LayerShape(target["hidden_size"], target["intermediate_size"], spec, model.epsilon, rotary, experts)
+        width = target.get("intermediate_size") or 0
+        return LayerShape(target["hidden_size"], width, spec, model.epsilon, rotary, experts)
 
     @property
     def query_heads(self) -> int:
@@ -80,7 +81,8 @@ class Norm(nn.RMSNorm):
 
 
 class SelfAttention(nn.Module):
-    """Self-attention with rotary positions, and norms of queries and keys if the family has them."""
+    """Self-attention with rotary positions, norms of queries and keys if the family has them, and output times
+    sigmoid(gate) if it is gated."""
 
     def __init__(self, shape: LayerShape, extra: int = 0) -> None:
         """`extra`: width of the further input that is concatenated before the state."""
@@ -88,7 +90,8 @@ class SelfAttention(nn.Module):
         joined, output, _ = shape.spec.biases
         reads = extra + shape.hidden
         wide, narrow = shape.query_heads * shape.head_dim, shape.kv_heads * shape.head_dim
-        self.q_proj = nn.Linear(reads, wide, bias=joined)
+        self._gated = shape.spec.attention.gated
+        self.q_proj = nn.Linear(reads, 2 * wide if self._gated else wide, bias=joined)
         self.k_proj = nn.Linear(reads, narrow, bias=joined)
         self.v_proj = nn.Linear(reads, narrow, bias=joined)
         self.o_proj = nn.Linear(wide, shape.hidden, bias=output)
@@ -101,9 +104,13 @@ class SelfAttention(nn.Module):
         self, x: Tensor, rotary: tuple[Tensor, Tensor], attend: Callable[[Tensor, Tensor, Tensor], Tensor]
     ) -> Tensor:
         """Attend from each row. # x [batch, rows, extra + hidden] -> [batch, rows, hidden]"""
-        query = self._by_head(self.q_norm(self.q_proj(x)))
+        query, gate = self.q_proj(x), None
+        if self._gated:  # each head has its gate behind its query
+            query, gate = (part.flatten(2) for part in query.unflatten(2, (-1, 2 * self._dim)).chunk(2, dim=-1))
+        query = self._by_head(self.q_norm(query))
         mixed = attend(rotated(query, *rotary).transpose(1, 2), *self.keys_values(x, rotary))
-        output: Tensor = self.o_proj(mixed.transpose(1, 2).flatten(2).to(x.dtype))
+        mixed = mixed.transpose(1, 2).flatten(2).to(x.dtype)
+        output: Tensor = self.o_proj(mixed if gate is None else mixed * gate.sigmoid())
         return output
 
     def keys_values(self, x: Tensor, rotary: tuple[Tensor, Tensor]) -> KeysValues:
@@ -148,6 +155,8 @@ class ExpertsFeedForward(nn.Module):
         self.experts.down_proj = nn.Parameter(torch.randn(count, hidden, width) * width**-0.5)
         if spec.shared is not None:
             self.add_module(spec.shared, FeedForward(hidden, shared, bias=False))
+        if spec.shared_gated:
+            self.add_module(f"{spec.shared}_gate", nn.Linear(hidden, 1, bias=False))
 
     def forward(self, x: Tensor) -> Tensor:
         """Apply the feed-forward; the choice of experts has no gradient. # x [..., hidden] -> [..., hidden]"""

@@ -28,6 +28,9 @@ from drafters.trained.specblock import FusedStructure
 from drafters.training.forward import TrainingForward
 from kernels.families import OF_DRAFTERS
 
+_MIMO, _NEXTN = ("mimo",), ("glm4_moe",)
+_QWEN = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+"""Model types of each form."""
 _OPTIONS: Fields = {"normalise_features": False, "shift": False, "ranks_from_draft": True}
 
 
@@ -37,7 +40,7 @@ class MTPConfig(DrafterConfig):
 
     kind: ClassVar[str] = "mtp"
     trained_blocks: ClassVar[int] = 2
-    families: ClassVar[tuple[str, ...]] = (*OF_DRAFTERS, "glm4_moe")
+    families: ClassVar[tuple[str, ...]] = (*OF_DRAFTERS, *_NEXTN, *_QWEN)
 
     reads_normed: bool = False  # it reads the target's state after the output norm
 
@@ -64,9 +67,6 @@ class MTPStructure(FusedStructure):
     training = TrainingForward
 
 
-_MIMO, _NEXTN = ("mimo",), ("glm4_moe",)
-_QWEN = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
-"""Model types of each form."""
 _COUNTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers")
 """Keys for the number of modules. Configs of Qwen3-Next have none."""
 _NORMS = ("model.norm.weight", "model.language_model.norm.weight")

@@ -1,13 +1,11 @@
 """The forwards of serving, with pool, window and live rows, against those of training over the whole text at once."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from drafters import folders as published
 from drafters.network.model import SpecBlock
 from drafters.network.pool import EntryPool, EntryState
 from drafters.network.serving import Live, forward_of
@@ -19,8 +17,6 @@ from drafters.training.forward import forward_of as training_forward_of
 from kernels.families import OF_DRAFTERS
 from kernels.lattice import Picked, StartNodes
 from tests.drafters.network.parts import serving, tiny_drafter, tiny_embedding
-from tests.published_forms import WITH_MODULES, parts_of, with_module
-from tests.tiny_models import stock
 
 LENGTH, BLOCK = 24, 4
 ROWS = torch.tensor([1, 0])
@@ -95,12 +91,6 @@ DEPTH = 4
 @pytest.mark.parametrize("family", OF_DRAFTERS)
 def test_first_and_later_blocks(family: str, changes: dict[str, Any]) -> None:
     assert_equal_blocks(tiny_drafter(family, **({"block_size": BLOCK} | changes)))
-
-
-@pytest.mark.parametrize("family", WITH_MODULES)
-def test_modules_of_targets(tmp_path: Path, family: str) -> None:
-    parts = parts_of(stock(with_module(tmp_path, family)))
-    assert_equal_blocks(published.load(tmp_path, parts, dtype=torch.float32, device="cpu"))
 
 
 def assert_equal_blocks(model: SpecBlock) -> None:
