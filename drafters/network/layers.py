@@ -53,8 +53,8 @@ class LayerShape:
             target.get("shared_expert_intermediate_size") or width * (target.get("n_shared_experts") or 0),
         )
         rotary = Rotary(target, spec.attention.dim)
-        width = target.get("intermediate_size") or 0
-        return LayerShape(target["hidden_size"], width, spec, model.epsilon, rotary, experts)
+        sizes = target["hidden_size"], target.get("intermediate_size") or 0
+        return LayerShape(*sizes, spec, model.epsilon, rotary, experts)
 
     @property
     def query_heads(self) -> int:

@@ -115,9 +115,10 @@ def _config(described: Described, tensors: Tensors, target: TargetParts) -> MTPC
         raise ValueError(f"it has {_count(described)} modules, and only one is supported")
     if text.get("mtp_use_dedicated_embeddings"):
         raise ValueError("its config sets mtp_use_dedicated_embeddings, which is not supported")
-    alike = {"layer_types": ["full_attention"] * layers["num_hidden_layers"], "decoder_sparse_step": 1}
+    alike = {"layer_types": ["full_attention"] * layers["num_hidden_layers"]}
+    sparse = {"first_k_dense_replace": 0, "decoder_sparse_step": 1, "mlp_only_layers": []}
     return MTPConfig(
-        layers if text["model_type"] in _MIMO else {**layers, **alike, "first_k_dense_replace": 0},
+        layers if text["model_type"] in _MIMO else {**layers, **alike, **sparse},
         (layers["num_hidden_layers"] - 1,),
         layers["vocab_size"],
         num_layers=1,
@@ -131,7 +132,7 @@ def _weights(tensors: dict[str, Tensor], config: DrafterConfig, target: TargetPa
     """Return the weights: the condition is the tapped state itself, and position queries are 0."""
     hidden = config.hidden_size
     if config.target["model_type"] in _QWEN:
-        tensors = {name: value + 1.0 if "norm" in name else value for name, value in tensors.items()}
+        tensors = {name: value.float() + 1.0 if "norm" in name else value for name, value in tensors.items()}
     head = tensors.pop(HEAD, None)  # files with tied weights have no head
     norms = [tensors.pop(name) for name in _NORMS if name in tensors]
     own = {_PREFIX.sub("", name, count=1): value for name, value in tensors.items()}
