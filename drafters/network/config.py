@@ -79,7 +79,6 @@ class DrafterConfig(ABC):
     kind: ClassVar[str]  # the name in drafter files and in the setting `drafter`
     trained_blocks: ClassVar[int]  # number of consecutive blocks in training
     family: ClassVar[str | None] = None  # layer family in published drafters of the kind; None: the target's
-    families: ClassVar[tuple[str, ...]] = OF_DRAFTERS  # model types that its layers can have
     injected: ClassVar[bool] = False  # committed positions run no layer: keys and values come from their condition
 
     target: Mapping[str, Any]  # transformers config of the drafter's layers, of a type in `families`
@@ -107,6 +106,11 @@ class DrafterConfig(ABC):
     @abstractmethod
     def structure(self) -> Any:
         """Return the `Structure` of the kind's network for this config."""
+
+    @property
+    def families(self) -> tuple[str, ...]:
+        """Model types that layers of the kind can have."""
+        return OF_DRAFTERS
 
     @property
     @abstractmethod
