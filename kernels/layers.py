@@ -207,8 +207,7 @@ class UnpackedWeight(QuantisedWeight):
     def rows(self, chosen: Tensor) -> Self:  # chosen [rows] int64
         ((form, blocks),) = self._parts
         groups_of(chosen, self.shape[0])
-        minima = None if blocks.minima is None else blocks.minima[chosen]
-        taken = QuantisedBlocks(blocks.codes[chosen], blocks.scales[chosen], minima)
+        taken = QuantisedBlocks._make(None if value is None else value[chosen] for value in blocks)
         return type(self)([(form, taken)], self.shape[1], self.dtype)
 
     def plan(self, bias: Tensor | None) -> Product:  # bias [out]
