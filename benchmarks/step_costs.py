@@ -20,7 +20,6 @@ from benchmarks.gguf_shapes import SHAPES, Mix, write_shape
 from benchmarks.peers import open_llama_cpp
 from benchmarks.shared import percentile
 from drafters.files import replacing
-from kernels.decoder_layer import DecoderLayer
 from kernels.feed_forward import SparseFeedForward
 from kernels.ops import REFERENCE, Ops
 from kernels.rows import ExtendRows
@@ -125,12 +124,12 @@ def experts_of(target: Target, run_forward: Callable[[], object]) -> float | Non
         found.append(chosen.unique().numel())
         return chosen, weights
 
-    ops, layers = Ops(**{**vars(decoder._ops), "choose_experts": choose}), list[DecoderLayer]()
-    for layer in decoder._layers:
-        forward = layer.feed_forward
-        layers.append(
-            replace(layer, feed_forward=replace(forward, ops=ops)) if isinstance(forward, SparseFeedForward) else layer
-        )
+    ops = Ops(**{**vars(decoder._ops), "choose_experts": choose})
+    parts = ((layer, layer.feed_forward) for layer in decoder._layers)
+    layers = [
+        replace(layer, feed_forward=replace(part, ops=ops)) if isinstance(part, SparseFeedForward) else layer
+        for layer, part in parts
+    ]
     kept, storage = decoder._planned, target.pool.layers
     decoder._planned = storage, REFERENCE.plan_layers(layers, storage, decoder._tapped)
     run_forward()

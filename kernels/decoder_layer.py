@@ -14,7 +14,7 @@ from torch import Tensor
 from kernels.experts import QuantisedStack, Router, StackedWeight
 from kernels.feed_forward import DenseFeedForward, FeedForwardOp, ParallelFeedForward, SparseFeedForward
 from kernels.layers import GateForm, Heads, Product, RotaryRows, Weight, dense, join, rows_of
-from kernels.mixers import Attention, Recurrent
+from kernels.mixers import AttentionMixer, RecurrentMixer
 from kernels.ops import Ops
 from kernels.recurrence import Convolution, Recurrence, StateRows
 from kernels.specs import AttentionSpec, FeedForwardSpec, LayerSpec, Norms, RecurrentSpec
@@ -97,7 +97,7 @@ class _Weights:
             raise ValueError(f"weights of {', '.join(places)} are missing, or some of their biases")
         return join(found), torch.cat(biases) if biases else None
 
-    def mixer(self, spec: LayerSpec, epsilon: float) -> Attention | Recurrent:
+    def mixer(self, spec: LayerSpec, epsilon: float) -> AttentionMixer | RecurrentMixer:
         """Plan the attention or the recurrence."""
         if isinstance(spec.mixer, RecurrentSpec):
             return self._recurrent(spec.mixer, epsilon)
@@ -106,7 +106,7 @@ class _Weights:
         if own.gated:
             self._part_gates(own)
         names = [*heads.projected, "gate"] if own.gated else heads.projected
-        return Attention(
+        return AttentionMixer(
             self._ops,
             own.rope,
             AttentionForm(own.scale, own.window, own.softcap, sinks),
@@ -126,7 +126,7 @@ class _Weights:
                 for part, name in enumerate(("q", "gate")):
                     self.left[f"self_attn.{name}_proj.{kind}"] = rows_of(whole, by_head[:, part].flatten())
 
-    def _recurrent(self, spec: RecurrentSpec, epsilon: float) -> Recurrent:
+    def _recurrent(self, spec: RecurrentSpec, epsilon: float) -> RecurrentMixer:
         def name(part: str) -> str:
             return f"{spec.module}.{part}"
 
@@ -149,7 +149,7 @@ class _Weights:
                 time_limits=spec.time_limits,
             )
         output = self.product(name("out_proj"))
-        return Recurrent(self._ops, projection, first, convolution, recurrence, norm, group, epsilon, output)
+        return RecurrentMixer(self._ops, projection, first, convolution, recurrence, norm, group, epsilon, output)
 
     def _recurrent_projection(self, spec: RecurrentSpec) -> Product:
         """Plan the product of columns that the state reads and of the gate: [q | k | v | a | b | gate] for the delta
@@ -272,7 +272,7 @@ class DecoderLayer:
     """One decoder layer: its planned weights, and the ops of their device that run it."""
 
     ops: Ops
-    mixer: Attention | Recurrent
+    mixer: AttentionMixer | RecurrentMixer
     norms: Norms[Tensor | None]  # [hidden] each
     epsilon: float
     norm_offset: float | None
@@ -311,9 +311,9 @@ class DecoderLayer:
         return layer
 
     @property
-    def attention(self) -> Attention:
+    def attention(self) -> AttentionMixer:
         """The layer's attention; the layer must not be recurrent."""
-        assert isinstance(self.mixer, Attention), "a recurrent layer does not attend"
+        assert isinstance(self.mixer, AttentionMixer), "a recurrent layer does not attend"
         return self.mixer
 
     def __call__(self, hidden: Tensor, delta: Tensor | None, places: RowPlaces, pool: Any) -> Tensor:

@@ -49,6 +49,20 @@ def sources_of(config: Config) -> list[int | None]:
     return [None if index < first else last[kinds[index]] for index in range(count)]
 
 
+RECURRENT = frozenset({"linear_attention", "conv"})
+"""Kinds of layers with a state in place of attention, as configs name them."""
+
+
+def recurrent_of(config: Config) -> list[RecurrentSpec | None]:
+    """Return for each layer how its state goes on, None where it attends. Raises ValueError or KeyError as `spec_of`
+    does."""
+    kinds = config.get("layer_types") or ["full_attention"] * config["num_hidden_layers"]
+    if RECURRENT.isdisjoint(kinds):
+        return [None] * len(kinds)
+    mixers = (layer.mixer for layer in spec_of(config).layers)
+    return [mixer if isinstance(mixer, RecurrentSpec) else None for mixer in mixers]
+
+
 def _layer(config: Config, window: int | None, attention: Config, **others: Any) -> LayerSpec:
     """Describe a layer of Llama with other fields of its attention, and other fields."""
     heads: int = config["num_attention_heads"]
@@ -256,7 +270,7 @@ def lfm2(config: Config) -> ModelSpec:
         ),
     )
     layers = [replace(layer, mixer=convolution) if kind == "conv" else layer for kind in config["layer_types"]]
-    return _model(config, layers, norm="embedding_norm")
+    return _model(config, layers)
 
 
 def granite_hybrid(config: Config) -> ModelSpec:
@@ -308,6 +322,11 @@ FAMILIES: Mapping[str, Callable[[Config], ModelSpec]] = {
     "olmoe": olmoe,
     "glm4_moe": glm4_moe,
     "gpt_oss": gpt_oss,
+    "qwen3_next": qwen3_next,
+    "qwen3_5_text": qwen3_next,
+    "qwen3_5_moe_text": qwen3_next,
+    "lfm2": lfm2,
+    "granitemoehybrid": granite_hybrid,
 }
 """Families whose layers can run as ops, by their `model_type` in transformers."""
 

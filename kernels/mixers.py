@@ -19,7 +19,7 @@ if TYPE_CHECKING:  # an import at run time would be circular
 
 
 @dataclass(frozen=True, slots=True)
-class Attention:
+class AttentionMixer:
     """The attention of a layer, with its projections."""
 
     ops: Ops
@@ -59,7 +59,7 @@ class Attention:
 
 
 @dataclass(frozen=True, slots=True)
-class Recurrent:
+class RecurrentMixer:
     """A layer's recurrence in place of attention, with its projections."""
 
     ops: Ops

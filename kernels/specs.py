@@ -124,7 +124,6 @@ class ModelSpec:
     logit_softcap: float | None = None
     per_layer_width: int = 0  # of the embeddings of tokens for each layer; 0: none
     halved_angles: bool = False  # transformers returns cosines and sines of one half of the rotated columns
-    norm: str = "norm"  # module of the last norm
 
     @property
     def attending(self) -> list[AttentionSpec]:

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig
 
-from kernels.families import FAMILIES
+from kernels.families import FAMILIES, RECURRENT, recurrent_of
 from service.errors import StartupError
 
 VERIFIED = frozenset({*FAMILIES, "cohere2", "glm4", "starcoder2"})
@@ -17,7 +17,7 @@ VERIFIED = frozenset({*FAMILIES, "cohere2", "glm4", "starcoder2"})
 added together with its row in that suite."""
 
 _NOT_OF_THE_TEXT = re.compile(
-    r"model\.mtp_layers\.|(model\.)?\w*(vision|visual|image|audio|video|modal|connector|projector)\w*(\.|$)"
+    r"(model\.)?mtp(_layers)?\.|(model\.)?\w*(vision|visual|image|audio|video|modal|connector|projector)\w*(\.|$)"
 )
 """Weights in a target's files that its text model does not have: of a drafter, which `drafters/trained` reads, and of
 other modalities, which nothing reads."""
@@ -41,7 +41,7 @@ def refuse_unsupported(full_config: PreTrainedConfig) -> None:
     if getattr(full_config, "is_encoder_decoder", False):
         raise StartupError(f"model type {config.model_type!r} is an encoder-decoder; adaptree serves decoders")
     kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
-    if kinds:
+    if kinds and not (kinds <= RECURRENT and any(recurrent_of(config.to_dict()))):
         raise StartupError(
             f"model type {config.model_type!r} has layers of kind {sorted(kinds)}, which adaptree cannot run"
         )
@@ -83,7 +83,8 @@ def fix_longrope(config: PreTrainedConfig, max_model_len: int | None) -> None:
 def _takes_attention(config: PreTrainedConfig) -> bool:
     """Whether transformers can replace this model's attention; other models ignore the setting silently."""
     known: object = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
-    return known is None or bool(getattr(known, "_supports_attention_backend", False))
+    declared = bool(getattr(known, "_supports_attention_backend", False))  # those of Qwen3-Next do not say so
+    return known is None or declared or config.model_type in FAMILIES
 
 
 def refuse_unverified(model_type: str, *, allowed: bool) -> None:

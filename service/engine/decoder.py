@@ -30,6 +30,7 @@ from service.engine.modules import (
     decoder_layers,
     expert_weights,
     is_experts,
+    last_norm,
     matrix_of,
     replace_linears,
     weights_of,
@@ -69,7 +70,7 @@ class FusedDecoder:
         self._rotary = _rotary_tables(model, spec, self._embedding.dtype, device)
         self._per_layer = _PerLayerEmbedding(inner, spec, ops) if spec.per_layer_width else None
         self._spec, self._layers, self._ops = spec, layers, ops
-        self._norm = inner.get_submodule(spec.norm).get_parameter("weight")
+        self._norm = last_norm(model).get_parameter("weight")
         self._head = self._ops.plan_linear(head.weight, head.bias)
         self._taps, self._tapped = tuple(taps), [*dict.fromkeys(taps)]  # in a small model some coincide
         self._planned: tuple[Sequence[Any] | None, RunLayers | None] = None, None  # storage of a pool, its layers

@@ -21,6 +21,7 @@ from kernels.layers import (
     BlockFormat,
     QuantisedBlocks,
     QuantisedWeight,
+    groups_of,
     in_8_bits,
     mxfp4_blocks,
 )
@@ -39,7 +40,7 @@ def dense(tensor: GGUFTensor, dtype: torch.dtype) -> Tensor:
     for piece in _pieces(tensor.data, tensor.shape[1]):
         dense[first : first + len(piece)] = torch.from_numpy(np.array(dequantize(piece, tensor.kind)))
         first += len(piece)
-    return dense
+    return dense if tensor.columns is None else dense[:, torch.from_numpy(tensor.columns)]
 
 
 def numbers(tensor: GGUFTensor) -> Tensor:
@@ -47,18 +48,31 @@ def numbers(tensor: GGUFTensor) -> Tensor:
     return torch.from_numpy(dequantize(tensor.data, tensor.kind).astype(np.float32))
 
 
-def kept(data: NDArray[Any], kind: GGMLQuantizationType, dtype: torch.dtype) -> tuple[QuantisedWeight, str]:
-    """Convert a quantised matrix to the kernels' block format. Returns it, and the name of the format.
-    # data [out, bytes]"""
+def kept(
+    data: NDArray[Any], kind: GGMLQuantizationType, dtype: torch.dtype, order: NDArray[np.int64] | None = None
+) -> tuple[QuantisedWeight, str]:
+    """Convert a quantised matrix to the kernels' block format. Returns it, and the name of the format. `order`: places
+    of the columns in `data`, blocks of 32 together, if these are in another order. # data [out, bytes], order [in]"""
     columns, size = GGML_QUANT_SIZES[kind]
     shape = data.shape[0], data.shape[1] // size * columns
     keep = ops.on(torch.device("cpu")).keep_blocks
     if kind not in FORMATS:
         pieces = (in_8_bits(torch.from_numpy(dequantize(piece, kind))) for piece in _pieces(data, shape[1]))
-        return keep(EIGHT_BITS, shape, dtype, pieces), f"{kind.name} in 8 bits"
+        return keep(EIGHT_BITS, shape, dtype, _sorted(pieces, order)), f"{kind.name} in 8 bits"
     form, unpack = FORMATS[kind]
+    own = form if order is None else form._replace(has_units=False)
     by_block = (torch.from_numpy(piece.copy()).unflatten(1, (-1, size)) for piece in _pieces(data, shape[1]))
-    return keep(form, shape, dtype, (unpack(block, form) for block in by_block)), kind.name
+    return keep(own, shape, dtype, _sorted((unpack(block, form) for block in by_block), order)), kind.name
+
+
+def _sorted(pieces: Iterator[QuantisedBlocks], order: NDArray[np.int64] | None) -> Iterator[QuantisedBlocks]:
+    """Sort the columns of blocks; they lose their units, of which neighbours would have several. Raises ValueError if
+    that parts a block."""
+    if order is None:
+        return pieces
+    blocks = groups_of(torch.from_numpy(order), len(order))
+    factors = ((piece.codes, piece.factors().half()) for piece in pieces)
+    return (QuantisedBlocks(codes[:, blocks], *of[:, :, blocks]) for codes, of in factors)
 
 
 def _pieces(data: NDArray[Any], columns: int) -> Iterator[NDArray[Any]]:

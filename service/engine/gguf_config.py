@@ -5,8 +5,9 @@ import math
 from huggingface_hub.errors import StrictDataclassError
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 
-from service.engine.gguf_families import ARCHITECTURES, Architecture, Metadata, Values
+from service.engine.gguf_families import Architecture, Metadata, Values
 from service.engine.gguf_reader import GGUFFile
+from service.engine.gguf_recurrent import KNOWN
 from service.errors import StartupError
 
 ROPE_FACTORS = "rope_freqs.weight"
@@ -39,11 +40,11 @@ def _config(architecture: Architecture, keys: Metadata, file: GGUFFile) -> PreTr
 
 def architecture_of(file: GGUFFile) -> Architecture:
     """Look up a file's architecture. Raises StartupError if it is unsupported."""
-    known = ARCHITECTURES.get(file.architecture)
+    known = KNOWN.get(file.architecture)
     if known is None:
         raise StartupError(
             f"{file.path.name}: adaptree does not read GGUF files of architecture {file.architecture!r}, only "
-            f"{', '.join(ARCHITECTURES)}; give the model's safetensors folder or Hugging Face id instead"
+            f"{', '.join(KNOWN)}; give the model's safetensors folder or Hugging Face id instead"
         )
     return known
 

@@ -76,6 +76,9 @@ class Metadata:
             )
 
 
+More = Callable[[Values, Metadata, GGUFFile], Values]
+
+
 @dataclass(frozen=True, slots=True)
 class Architecture:
     """Describes how the files of an architecture differ from Llama's."""
@@ -84,7 +87,7 @@ class Architecture:
     tensors: Mapping[str, str] | None = None
     """Layer modules by tensor name that differ from `_LAYER`, or parameters if the name ends in `.weight`, `.bias` or
     `.scale`."""
-    more: Callable[[Values, Metadata, GGUFFile], Values] | None = None
+    more: More | None = None
     """Computes additional config fields from the common ones, the metadata and the file."""
     epsilon: tuple[str, str] = ("attention.layer_norm_rms_epsilon", "rms_norm_eps")  # key and config field
     rotary_part: bool = False  # rotary embeddings may cover a part of each head
@@ -105,6 +108,7 @@ class Architecture:
 
 
 _MODEL = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+_MODEL |= {"token_embd_norm": "model.embedding_norm"}  # LFM2's last norm
 _MODEL |= {"per_layer_token_embd": "model.embed_tokens_per_layer"}
 _MODEL |= {"per_layer_model_proj": "model.per_layer_model_projection"}
 _MODEL |= {"per_layer_proj_norm": "model.per_layer_projection_norm"}
@@ -121,21 +125,21 @@ _LAYER = {
 }
 _LOCAL_THETA = 10_000.0  # rotary base of Gemma 3's windowed layers; early files do not contain it
 _GEMMA_27B = (46, 62)  # layer counts of the two Gemmas that scale attention scores by hidden_size / heads
-_HEAD_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
-_POST_NORM = {"post_attention_norm": "post_attention_layernorm"}
-_POST_NORMS = _POST_NORM | {"post_ffw_norm": "post_feedforward_layernorm"}
+HEAD_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
+POST_NORM = {"post_attention_norm": "post_attention_layernorm"}
+_POST_NORMS = POST_NORM | {"post_ffw_norm": "post_feedforward_layernorm"}
 _GEMMA_NORMS = _POST_NORMS | {"ffn_norm": "pre_feedforward_layernorm"}
 _GEMMA4 = {"inp_gate": "per_layer_input_gate", "proj": "per_layer_projection", "post_norm": "post_per_layer_input_norm"}
 _GEMMA4 |= {"layer_output_scale.weight": "layer_scalar", "pre_ffw_norm_2": "pre_feedforward_layernorm_2"}
 _GEMMA4 |= {f"post_ffw_norm_{part}": f"post_feedforward_layernorm_{part}" for part in (1, 2)}
 _GEMMA4 |= {"ffn_gate_inp": "router.proj", "ffn_gate_inp.scale": "router.scale"}
 _GEMMA4 |= {"ffn_down_exps.scale": "router.per_expert_scale"}
-_GATE = {"ffn_gate_inp": "mlp.gate"}
+GATE = {"ffn_gate_inp": "mlp.gate"}
 _FUSED_GATE = {"ffn_up": "mlp.gate_up_proj"}
 _GLM4 = {"post_attention_norm": "post_self_attn_layernorm", "post_ffw_norm": "post_mlp_layernorm"}
 _GLM4_MOE = {f"ffn_{name}_shexp": f"mlp.shared_experts.{name}_proj" for name in ("gate", "up", "down")}
-_GLM4_MOE |= _HEAD_NORMS | _GATE | _POST_NORM | {"exp_probs_b.bias": "mlp.gate.e_score_correction_bias"}
-_GPT_OSS = _POST_NORM | {"attn_sinks.weight": "self_attn.sinks", "ffn_gate_inp": "mlp.router"}
+_GLM4_MOE |= HEAD_NORMS | GATE | POST_NORM | {"exp_probs_b.bias": "mlp.gate.e_score_correction_bias"}
+_GPT_OSS = POST_NORM | {"attn_sinks.weight": "self_attn.sinks", "ffn_gate_inp": "mlp.router"}
 _SIGMOID = 2  # value of `expert_gating_func`
 
 
@@ -346,21 +350,21 @@ def _olmo2(values: Values, keys: Metadata, file: GGUFFile) -> Values:
 
 
 ARCHITECTURES: Mapping[str, Architecture] = {
-    "llama": Architecture("llama", tensors=_GATE, more=_llama, pairs_adjacent=True),
+    "llama": Architecture("llama", tensors=GATE, more=_llama, pairs_adjacent=True),
     "mistral3": Architecture("ministral3", more=_mistral3, pairs_adjacent=True),
     "qwen2": Architecture("qwen2"),
-    "qwen3": Architecture("qwen3", tensors=_HEAD_NORMS),
-    "qwen3moe": Architecture("qwen3_moe", tensors=_HEAD_NORMS | _GATE, more=_qwen3_moe),
-    "olmoe": Architecture("olmoe", tensors=_HEAD_NORMS | _GATE, more=_olmoe),
+    "qwen3": Architecture("qwen3", tensors=HEAD_NORMS),
+    "qwen3moe": Architecture("qwen3_moe", tensors=HEAD_NORMS | GATE, more=_qwen3_moe),
+    "olmoe": Architecture("olmoe", tensors=HEAD_NORMS | GATE, more=_olmoe),
     "gemma": Architecture("gemma", norms_plus_one=True),
     "gemma2": Architecture("gemma2", tensors=_GEMMA_NORMS, more=_gemma2, norms_plus_one=True),
-    "gemma3": Architecture("gemma3_text", tensors=_HEAD_NORMS | _GEMMA_NORMS, more=_gemma3, norms_plus_one=True),
-    "gemma4": Architecture("gemma4_text", _HEAD_NORMS | _GEMMA_NORMS | _GEMMA4, more=_gemma4, layers_differ=True),
+    "gemma3": Architecture("gemma3_text", tensors=HEAD_NORMS | _GEMMA_NORMS, more=_gemma3, norms_plus_one=True),
+    "gemma4": Architecture("gemma4_text", HEAD_NORMS | _GEMMA_NORMS | _GEMMA4, more=_gemma4, layers_differ=True),
     "phi3": Architecture("phi3", _FUSED_GATE | {"attn_qkv": "self_attn.qkv_proj"}, more=_phi3, rotary_part=True),
     "smollm3": Architecture("smollm3", more=_biases, pairs_adjacent=True),
     "granite": Architecture("granite", more=_granite, pairs_adjacent=True),
-    "olmo2": Architecture("olmo2", tensors=_HEAD_NORMS | _POST_NORMS, more=_olmo2),
-    "exaone4": Architecture("exaone4", tensors=_HEAD_NORMS | _POST_NORMS, more=_exaone4),
+    "olmo2": Architecture("olmo2", tensors=HEAD_NORMS | _POST_NORMS, more=_olmo2),
+    "exaone4": Architecture("exaone4", tensors=HEAD_NORMS | _POST_NORMS, more=_exaone4),
     "cohere2": Architecture("cohere2", more=_cohere2, epsilon=("attention.layer_norm_epsilon", "layer_norm_eps")),
     "glm4": Architecture("glm4", _FUSED_GATE | _GLM4, more=_biases, rotary_part=True),
     "glm4moe": Architecture("glm4_moe", tensors=_GLM4_MOE, more=_glm4_moe, rotary_part=True),

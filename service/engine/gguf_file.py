@@ -18,6 +18,7 @@ from service.engine.gguf_blocks import PLAIN, dense, kept, numbers
 from service.engine.gguf_config import LONG_FACTORS, ROPE_FACTORS, architecture_of
 from service.engine.gguf_families import Architecture
 from service.engine.gguf_reader import GGUFFile, GGUFTensor
+from service.engine.gguf_recurrent import tensors_of
 from service.engine.modules import (
     STACKS,
     QuantisedEmbedding,
@@ -43,7 +44,7 @@ def load_gguf(
     architecture, counts = architecture_of(file), Counter[str]()
     places = _places(architecture, model)
     elsewhere = _take_experts(model, file, counts, in_blocks) | set(LONG_FACTORS.values())
-    for name, tensor in file.tensors.items():
+    for name, tensor in tensors_of(file, config):
         if name in elsewhere or name.startswith(_unused(config)):
             continue
         try:
@@ -163,9 +164,16 @@ def _take(model: PreTrainedModel, name: str, place: str | None, tensor: GGUFTens
         raise ValueError("this model has no such weight, so it would be ignored")
     module, _, parameter = place.rpartition(".")
     expected = tuple(getattr(model.get_submodule(module), parameter).shape)
+    if tensor.kind in PLAIN and tensor.shape != expected and _sizes(tensor.shape) == _sizes(expected):
+        tensor = tensor._replace(shape=expected, data=tensor.data.reshape(expected))
     if tensor.shape != expected:
         raise ValueError(f"its shape is {list(tensor.shape)}, but the file's metadata requires {list(expected)}")
     return _put(model, place, tensor, in_blocks)
+
+
+def _sizes(shape: tuple[int, ...]) -> list[int]:
+    """The sizes of a tensor that are not 1."""
+    return [size for size in shape if size != 1]
 
 
 def _as_transformers_has_it(
@@ -174,7 +182,7 @@ def _as_transformers_has_it(
     """Convert a tensor to transformers' layout: norm weights without the added 1, rotary pairs as two halves of each
     head."""
     module = name.split(".")[-2] if "." in name else name
-    if architecture.norms_plus_one and module.endswith("_norm"):
+    if architecture.norms_plus_one and module.endswith("_norm") and module != "ssm_norm":
         return GGUFTensor(tensor.shape, GGMLQuantizationType.F32, dequantize(tensor.data, tensor.kind) - 1)
     if architecture.pairs_adjacent and module in ("attn_q", "attn_k"):
         heads = config.num_attention_heads if module == "attn_q" else config.num_key_value_heads
@@ -206,7 +214,7 @@ def _put(model: PreTrainedModel, name: str, tensor: GGUFTensor, in_blocks: bool)
     if not (in_blocks and is_matrix) or tensor.kind in PLAIN:
         setattr(module, parameter, nn.Parameter(dense(tensor, dtype), requires_grad=False))
         return str(dtype).removeprefix("torch.")
-    weight, form = kept(tensor.data, tensor.kind, dtype)
+    weight, form = kept(tensor.data, tensor.kind, dtype, tensor.columns)
     if isinstance(module, nn.Linear):
         held: nn.Module = QuantisedLinear(weight, dict(module.named_parameters()).get("bias"))
     else:

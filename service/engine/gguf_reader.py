@@ -51,6 +51,7 @@ class GGUFTensor(NamedTuple):
     shape: tuple[int, ...]  # [out, in], the order of torch
     kind: GGMLQuantizationType
     data: NDArray[Any]  # [*shape] for F32, F16 and F64; else bytes, uint8 [*shape[:-1], row_bytes]
+    columns: NDArray[np.int64] | None = None  # [in], places of the columns in `data`; None: as they are
 
 
 @dataclass(frozen=True, slots=True)

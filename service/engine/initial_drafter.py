@@ -22,7 +22,7 @@ from drafters.trained_kinds import trained_kind
 from drafters.training.initialise import TargetEnd, copy_end
 from kernels.families import OF_DRAFTERS
 from kernels.layers import dense
-from service.engine.modules import decoder_layers, matrix_of
+from service.engine.modules import decoder_layers, last_norm, matrix_of
 from service.engine.weights import has_standard_layers
 
 logger = logging.getLogger(__name__)
@@ -63,6 +63,7 @@ def layers_for(text: PreTrainedConfig, kind: str = "specblock") -> dict[str, Any
     others = ("num_key_value_heads", "head_dim", "max_position_embeddings", "rms_norm_eps")
     layer = text.per_layer_config[0]  # layers may differ in their heads
     known = {name: getattr(layer, name) for name in (*sizes, *others) if getattr(layer, name, None) is not None}
+    known.setdefault("intermediate_size", 2 * known["hidden_size"])  # of a target whose layers all have experts
     return {**LlamaConfig(**known).to_dict(), **({"model_type": family} if family else {})}
 
 
@@ -80,7 +81,7 @@ def target_end(model: PreTrainedModel) -> TargetEnd:
     assert isinstance(output, torch.nn.Module), "a causal language model has an output layer"
     return TargetEnd(
         layers=list(decoder_layers(model).children()),
-        norm=model.get_decoder().get_submodule("norm"),
+        norm=last_norm(model),
         head=dense(matrix_of(output)),
         standard=has_standard_layers(model),
     )

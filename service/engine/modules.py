@@ -19,7 +19,7 @@ from kernels.layers import GateForm, Product, QuantisedWeight, Weight, gate_mul
 from kernels.ops import Ops
 from kernels.recurrence import StateRows
 from kernels.tree_attention import AttentionForm, KVRows
-from service.engine.kv_pool import KVPool
+from service.engine.kv_pool import KVPool, LayerKV
 from service.errors import StartupError
 
 ATTENTION_NAME = "adaptree"
@@ -67,7 +67,8 @@ class ModuleLayers:
             logits_to_keep=logit_rows,
             tree_step=step,
         )
-        if step.forms is not None and [layer for layer, _ in step.forms] != list(range(len(pool.shape.layers))):
+        attending = [index for index, layer in enumerate(pool.shape.layers) if isinstance(layer, LayerKV)]
+        if step.forms is not None and [layer for layer, _ in step.forms] != attending:
             raise StartupError("this model has layers that do not call attention exactly once; adaptree cannot run it")
         tapped = self._taps.take(tokens.shape[0]) if self._taps else None
         return output.logits[0], tapped if features else None
@@ -96,6 +97,12 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
     layers = model.get_decoder().layers
     assert isinstance(layers, nn.ModuleList)
     return layers
+
+
+def last_norm(model: PreTrainedModel) -> nn.Module:
+    """The norm of the last layer's output."""
+    parts: dict[str, nn.Module] = dict(model.get_decoder().named_children())
+    return parts["norm"] if "norm" in parts else parts["embedding_norm"]  # LFM2's is the latter
 
 
 def slot_attention(

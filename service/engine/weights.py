@@ -35,7 +35,7 @@ from drafters.network.checkpoint import TargetParts, identity_of
 from drafters.network.model import SpecBlock
 from kernels.cpu import library
 from kernels.experts import QuantisedStack
-from kernels.families import OF_DRAFTERS, sources_of, windows_of
+from kernels.families import OF_DRAFTERS, recurrent_of, sources_of, windows_of
 from kernels.layers import QuantisedWeight, Weight, even_sample
 from service.engine.checks import (
     fix_longrope,
@@ -53,6 +53,7 @@ from service.engine.gguf_tokenizer import tokenizer_of
 from service.engine.kv_pool import KVShape, LayerKV
 from service.engine.modules import ATTENTION_NAME, is_experts, keeps_blocks, matrix_of, num_bytes, weights_of
 from service.engine.mxfp4 import keep_experts, with_blocks
+from service.engine.states import StateShape
 from service.errors import StartupError
 
 EMBEDDED_NAME = "smollm2-135m"
@@ -354,11 +355,16 @@ def kv_shape(model: PreTrainedModel) -> KVShape:
     return shape
 
 
-def kv_layers(config: PreTrainedConfig) -> tuple[LayerKV, ...]:
-    """Keys and values of each layer of a decoder's configuration."""
+def kv_layers(config: PreTrainedConfig) -> tuple[LayerKV | StateShape, ...]:
+    """Keys and values, or the state, of each layer of a decoder's configuration."""
     whole = {**config.to_dict(), "num_hidden_layers": config.num_hidden_layers}  # some families have another name
-    layers = list[LayerKV]()
-    for own, window, source in zip(config.per_layer_config, windows_of(whole), sources_of(whole), strict=True):
+    layers = list[LayerKV | StateShape]()
+    described = zip(config.per_layer_config, windows_of(whole), sources_of(whole), recurrent_of(whole), strict=True)
+    for own, window, source, state in described:
+        if state is not None:
+            sizes = state.heads, state.key_dim, state.value_dim, state.input_columns
+            layers.append(StateShape(state.kernel, state.columns, *sizes))
+            continue
         heads: int = own.num_attention_heads
         dim = getattr(own, "head_dim", None) or own.hidden_size // heads
         kv_heads = getattr(own, "num_key_value_heads", None) or heads

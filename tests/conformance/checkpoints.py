@@ -156,6 +156,25 @@ _GPT_OSS_ALL = _GPT_OSS_FILE | {"num_experts_per_tok": 16}  # no rounding choose
 _GPT_OSS_PLAIN: Options = {"sinks": "sinks", "biases": "bias", "windows": _WIDE, **_FEWER_EXPERTS}
 _BORDERS: Options = {"borders of YaRN": _rope(150_000.0, "yarn", truncate=True, **_YARN)}
 
+_DELTA: Values = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "head_dim": 64, "num_hidden_layers": 4}
+_DELTA |= {"linear_key_head_dim": 32, "linear_value_head_dim": 32, **_rope(1e7, partial_rotary_factor=0.25)}
+_DELTA_MOE = _DELTA | _EXPERTS | {"shared_expert_intermediate_size": 128}
+_QWEN35_ROPE: Values = {"partial_rotary_factor": 0.25, "mrope_section": [4, 2, 2], "mrope_interleaved": True}
+_QWEN35 = _DELTA | _rope(1e7, **_QWEN35_ROPE)
+_MOE35 = _DELTA_MOE | _rope(1e7, **_QWEN35_ROPE)
+_DELTA_PLAIN: Options = {"time bias": "dt_bias", "decay": "A_log"}
+_QWEN35_PLAIN: Options = {"partial rope": _rope(1e7, partial_rotary_factor=1.0), **_DELTA_PLAIN}
+_LFM2: Values = {"num_hidden_layers": 4, "layer_types": ["conv", "full_attention"] * 2, **_TIED, **_rope(1e6)}
+_GRANITE4: Values = {"mamba_n_heads": 16, "mamba_d_state": 32, "mamba_n_groups": 2, "num_hidden_layers": 4, **_TIED}
+_GRANITE4 |= {"layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"]}
+_GRANITE4 |= (
+    _GRANITE
+    | _GRANITE_SCALE
+    | {"shared_intermediate_size": 256, "num_local_experts": 0, "position_embedding_type": "nope"}
+)
+_MOE4H = _GRANITE4 | {"num_local_experts": 16, "num_experts_per_tok": 4, "intermediate_size": 128}
+_GRANITE4_PLAIN: Options = {"skip": ".D", "time bias": "dt_bias", "bias of the convolution": "conv1d.bias"}
+
 CHECKPOINTS = (
     Checkpoint("Llama 2", "", "llama", _ALL_HEADS, _BASE, "llama"),
     Checkpoint("Llama 2", "linear rope", "llama", _rope(1e4, "linear", factor=4.0), {"linear": _rope()}, "llama"),
@@ -206,12 +225,28 @@ CHECKPOINTS = (
     Checkpoint("Gemma 4", "per-layer embeddings", "gemma4_text", _EDGE4, _PLAIN4, "gemma4", within="gemma4"),
     Checkpoint("Gemma 4", "dense", "gemma4_text", _LARGE4, _PLAIN4, "gemma4", within="gemma4"),
     Checkpoint("Gemma 4", "experts", "gemma4_text", _MOE4, _FEWER4, "gemma4", within="gemma4"),
+    Checkpoint("Qwen3-Next", "", "qwen3_next", _DELTA_MOE, _DELTA_PLAIN | _FEWER_EXPERTS, "qwen3next"),
+    Checkpoint("Qwen3.5", "", "qwen3_5_text", _QWEN35, _QWEN35_PLAIN, "qwen35", within="qwen3_5"),
+    Checkpoint("Qwen3.5", "experts", "qwen3_5_moe_text", _MOE35, _FEWER_EXPERTS, "qwen35moe", within="qwen3_5_moe"),
+    Checkpoint("LFM2", "", "lfm2", _LFM2, {"query and key norms": "_layernorm.", **_UNTIED}, "lfm2"),
+    Checkpoint("Granite 4", "", "granitemoehybrid", _GRANITE4, _GRANITE4_PLAIN, "granitehybrid"),
+    Checkpoint(
+        "Granite 4",
+        "experts",
+        "granitemoehybrid",
+        _MOE4H,
+        _FEWER_EXPERTS,
+        "granitehybrid",
+    ),
 )
 
 
 _VISION: Values = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
 _VISION |= {"image_size": 32, "patch_size": 8}
+_QWEN_VISION: Values = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 256}
 _TOWERS: dict[str, Values] = {
+    "qwen3_5": {"vision_config": {"model_type": "qwen3_5_vision", **_QWEN_VISION}},
+    "qwen3_5_moe": {"vision_config": {"model_type": "qwen3_5_moe_vision", **_QWEN_VISION}},
     "gemma3": {"vision_config": {"model_type": "siglip_vision_model", **_VISION}, "mm_tokens_per_image": 4},
     "gemma4": {"vision_config": {"model_type": "gemma4_vision", **_VISION}},
     "mistral3": {"vision_config": {"model_type": "pixtral", **_VISION}},
@@ -260,7 +295,7 @@ def save(
 def _loud(config: PreTrainedConfig) -> PreTrainedModel:
     model: PreTrainedModel = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
     gain = _gain(config)
-    normed = any("q_norm" in name for name, _ in model.named_parameters())
+    normed = any("q_norm" in name or "q_layernorm" in name for name, _ in model.named_parameters())
     for name, weight in model.named_parameters():
         noise = torch.randn(weight.shape, generator=torch.Generator().manual_seed(crc32(name.encode())))
         if weight.ndim == 1 or name.endswith("bias"):
@@ -293,7 +328,7 @@ def _matrix(name: str, noise: Tensor, gain: float, config: PreTrainedConfig) -> 
         scale = getattr(config, "logits_scaling", 1.0) / getattr(config, "logit_scale", 1.0)
         spread = _LOGIT_SPREAD * scale * _tied_size(config)
         return noise * (math.sqrt(inputs) if apart else spread)
-    if "o_proj" in name or "down_proj" in name or "c_proj" in name:
+    if any(part in name for part in ("o_proj", "down_proj", "c_proj", "out_proj", ".w2.", "output_linear")):
         return noise * 2.0 / getattr(config, "residual_multiplier", 1.0)
     if "qkv_proj" in name:
         values = config.num_key_value_heads * config.hidden_size // config.num_attention_heads
@@ -311,13 +346,16 @@ def _tied_size(config: PreTrainedConfig) -> float:
 def _vector(name: str, noise: Tensor, gain: float, config: PreTrainedConfig) -> Tensor:
     """A norm's weights or a bias. The last norm has random signs: with a tied output layer each token would otherwise
     be its own likeliest successor."""
-    of_scores = any(part in name for part in ("q_proj", "k_proj", "q_norm", "k_norm"))
+    of_scores = any(part in name for part in ("q_proj", "k_proj", "q_norm", "k_norm", "q_layernorm", "k_layernorm"))
+    if "A_log" in name or "dt_bias" in name:
+        return 2.0 * noise if "bias" in name else noise - 2.0  # texts are remembered for some tens of tokens
     if name.endswith("bias"):
         return 0.5 * noise * (gain if of_scores else 1.0)
     if "sinks" in name:
         return 10.5 + noise  # as large as peaked scores are
     value = (1.0 + 0.2 * noise) * (gain if of_scores else 1.0)
-    if name == "model.norm.weight":
+    if name in ("model.norm.weight", "model.embedding_norm.weight"):
         value = value * noise.sign() / _tied_size(config)
     is_offset = "gemma" in config.model_type and "gemma4" not in config.model_type
+    is_offset |= config.model_type.startswith(("qwen3_next", "qwen3_5")) and "linear_attn" not in name
     return value - float(is_offset)  # these multiply by 1 + weight

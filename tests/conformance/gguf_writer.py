@@ -14,15 +14,17 @@ from gguf import GGML_QUANT_SIZES, MODEL_ARCH_NAMES, GGUFReader, GGUFWriter, deq
 from gguf import GGMLQuantizationType as Kind
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
+from tests.conformance.gguf_recurrent import QWEN, metadata_of, parts_of
+
 Array = npt.NDArray[Any]
 Value = str | bool | int | float | list[str] | list[int] | list[float] | list[bool]
 Quantise = Callable[[Array, Kind], Array]
 View = Callable[[Array], Array]
-"""The part of a weight that is a tensor of the file, in the order of its rows; shares memory with the weight."""
+"""The part of a weight that is a tensor of the file, in the order of its rows."""
 
 # llama.cpp rotates neighbours there, transformers the halves of a head.
-_PERMUTED = ("llama", "smollm3", "granite", "mistral3")
-_PLUS_ONE = ("gemma", "gemma2", "gemma3")
+_PERMUTED = ("llama", "smollm3", "granite", "granitehybrid", "mistral3")
+_PLUS_ONE = ("gemma", "gemma2", "gemma3", *QWEN)
 _TRAINED = "original_max_position_embeddings"
 _ADD = {bool: "add_bool", int: "add_uint32", float: "add_float32", str: "add_string", list: "add_array"}
 _ARCHITECTURES = {name: number for number, name in MODEL_ARCH_NAMES.items()}
@@ -73,7 +75,9 @@ def read_back(file: Path, config: PreTrainedConfig, arch: str, dtype: torch.dtyp
     state = {name: weight.float().numpy() for name, weight in model.state_dict().items()}
     for gguf_name, (name, view) in _places(model, arch).items():
         data = dequantize(tensors[gguf_name].data, tensors[gguf_name].tensor_type)
-        view(state[name])[...] = _permuted(gguf_name, data, config, arch, back=True) - _shift(gguf_name, arch)
+        places = view(np.arange(state[name].size).reshape(state[name].shape))
+        own = _permuted(gguf_name, data.reshape(places.shape), config, arch, back=True) - _shift(gguf_name, arch)
+        state[name].reshape(-1)[places] = np.log(-own) if gguf_name.endswith("ssm_a") else own
     if config.tie_word_embeddings:
         state["lm_head.weight"] = state["model.embed_tokens.weight"]
     model.load_state_dict({name: torch.from_numpy(data) for name, data in state.items()})
@@ -88,6 +92,8 @@ def _places(model: PreTrainedModel, arch: str) -> dict[str, tuple[str, View]]:
     for name in model.state_dict():
         if ".experts." in name:
             places |= {tensor: (name, view) for tensor, view in _of_experts(name, model.config).items()}
+        elif parts := parts_of(name, model.config, arch):
+            places |= {tensor: (name, view) for tensor, view in parts.items()}
         elif not (name == "lm_head.weight" and model.config.tie_word_embeddings):
             usual = re.sub("|".join(_USUAL), lambda end: _USUAL[end[0]], name)
             found = known.get_name(usual, try_suffixes=(".weight", ".bias", ".scale"))
@@ -98,7 +104,8 @@ def _places(model: PreTrainedModel, arch: str) -> dict[str, tuple[str, View]]:
 
 _USUAL = {"sinks": "sinks.weight", "e_score_correction_bias": "e_score_correction.bias"}
 _USUAL |= {"layer_scalar": "layer_scalar.weight", "router.scale": "router.proj.scale"}
-_USUAL |= {"router.per_expert_scale": "experts.down_proj.scale"}
+_USUAL |= {"router.per_expert_scale": "experts.down_proj.scale", "dt_bias": "dt_proj.bias"}
+_USUAL |= {"block_sparse_moe.router": "block_sparse_moe.router.layer"}
 
 
 def _of_experts(name: str, config: PreTrainedConfig) -> dict[str, View]:
@@ -124,7 +131,9 @@ def _of_experts(name: str, config: PreTrainedConfig) -> dict[str, View]:
 def _stored(
     name: str, data: Array, config: PreTrainedConfig, arch: str, kind: Kind, by: Quantise
 ) -> tuple[Array, Kind]:
-    if data.ndim == 1 or name.endswith(("_norm.weight", ".bias", "ffn_gate_inp.weight")):
+    if name.endswith("ssm_a"):
+        data = -np.exp(data)
+    if data.ndim == 1 or name.endswith(_WHOLE):
         return _permuted(name, data + np.float32(_shift(name, arch)), config, arch), Kind.F32
     if kind == Kind.MXFP4 and "_exps." not in name:
         kind = Kind.Q8_0  # as in the files of gpt-oss's makers
@@ -134,9 +143,13 @@ def _stored(
     return _permuted(name, stored.reshape(*data.shape[:-1], -1), config, arch), kind
 
 
+_NARROW = "_norm", "ffn_gate_inp", "_inp_shexp", "conv1d", ".conv"
+_WHOLE = (*(f"{name}.weight" for name in _NARROW), ".bias", "ssm_a", "ssm_d")
+
+
 def _shift(name: str, arch: str) -> float:
     """What llama.cpp's converter adds to a weight."""
-    return 1.0 if arch in _PLUS_ONE and name.endswith("norm.weight") else 0.0
+    return 1.0 if arch in _PLUS_ONE and name.endswith("norm.weight") and "ssm" not in name else 0.0
 
 
 def _permuted(name: str, data: Array, config: PreTrainedConfig, arch: str, *, back: bool = False) -> Array:
@@ -179,14 +192,14 @@ def _metadata(config: PreTrainedConfig, arch: str) -> dict[str, Value | None]:
     """Keys of an architecture; None: not in the file."""
     rope = config.rope_parameters.get("full_attention", config.rope_parameters)
     dim, one = _head_dim(config), config.per_layer_config[config.num_hidden_layers - 1]
-    own_dim = None if arch in ("granite", "phi3", "cohere2") else getattr(one, "head_dim", None)
+    own_dim = None if arch in ("granite", "granitehybrid", "phi3", "cohere2") else getattr(one, "head_dim", None)
     rotated = int(dim * rope.get("partial_rotary_factor", 1.0))
     scaled = rope["rope_type"] in ("linear", "yarn")
     return {
         "block_count": config.num_hidden_layers,
         "context_length": config.max_position_embeddings,
         "embedding_length": config.hidden_size,
-        "feed_forward_length": config.intermediate_size,
+        "feed_forward_length": getattr(config, "intermediate_size", None),
         "attention.head_count": config.num_attention_heads,
         "attention.head_count_kv": one.num_key_value_heads,
         "attention.layer_norm_rms_epsilon": getattr(config, "rms_norm_eps", None),
@@ -199,9 +212,10 @@ def _metadata(config: PreTrainedConfig, arch: str) -> dict[str, Value | None]:
         "rope.scaling.type": rope["rope_type"] if scaled else None,
         "rope.scaling.factor": rope["factor"] if scaled else None,
         "rope.scaling.original_context_length": (rope if scaled else config.to_dict()).get(_TRAINED),
-        "expert_count": _first(config, "n_routed_experts", "num_local_experts", "num_experts"),
-        "expert_used_count": _first(config, "top_k_experts", "num_experts_per_tok"),
+        "expert_count": (experts := _first(config, "n_routed_experts", "num_local_experts", "num_experts")),
+        "expert_used_count": _first(config, "top_k_experts", "num_experts_per_tok") if experts else None,
         **_more_metadata(config, arch),
+        **metadata_of(config, arch),
     }
 
 
@@ -215,7 +229,9 @@ def _more_metadata(config: PreTrainedConfig, arch: str) -> dict[str, Value | Non
     windowed: dict[str, Value | None] = {}
     if "sliding_attention" in (getattr(config, "layer_types", None) or ()):
         windowed = window | {"attention.sliding_window_pattern": [k == "sliding_attention" for k in config.layer_types]}
-    width = {"expert_feed_forward_length": getattr(config, "moe_intermediate_size", config.intermediate_size)}
+    width: dict[str, Value | None] = {
+        "expert_feed_forward_length": _first(config, "moe_intermediate_size", "intermediate_size")
+    }
     capped = {"final_logit_softcapping": getattr(config, "final_logit_softcapping", None)}
     match arch:
         case "gemma2":

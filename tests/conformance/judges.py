@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from drafters.tree import DraftTree
 from kernels.rows import ExtendRows
-from service.engine.kv_pool import SlotPool, SlotTable
+from service.engine.kv_pool import SlotPool
 from service.engine.rows import RowLayout
 from service.engine.target import Target
 from service.engine.weights import LoadedModel, describe, load_model
@@ -120,14 +120,17 @@ def our_scores(model: LoadedModel, texts: Texts = TEXTS) -> Tensor:
 
 
 def _score(target: Target, text: Sequence[int]) -> Tensor:
-    table, slots = SlotTable(1, len(text), target.device), SlotPool(target.pool.num_slots, target.device)
+    table, slots = target.pool.table(1, len(text)), SlotPool(target.pool.num_slots, target.device)
     layout, found = RowLayout(slots, table), list[Tensor]()
     for start in range(0, len(text), CHUNK):
         chunk = text[start : start + CHUNK]
-        rows = layout([ExtendRows(0, start, chunk, completes=True)], DraftTree.empty(1))
+        extends = [ExtendRows(0, start, chunk, completes=True)]
+        rows = layout(extends, DraftTree.empty(1))
         scored = target.forward(rows, table, torch.arange(len(chunk))).scored
         assert scored is not None
         found.append(scored)
+        if table.states is not None:
+            table.states.advance(extends)
     return torch.cat(found)
 
 
