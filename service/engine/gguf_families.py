@@ -259,7 +259,7 @@ def _gemma_windows(values: Values, keys: Metadata, theta: float) -> Values:
 def _gemma4(values: Values, keys: Metadata, file: GGUFFile) -> Values:
     """Config fields of Gemma 4. Layers without a window have other heads, and may lack a projection of values; the
     last layers read the keys and values of earlier ones, and may have wider feed-forwards. Which columns of a head
-    rotate is said by `rope_freqs.weight`."""
+    rotate is in `rope_freqs.weight`."""
     windows = _gemma_windows(values, keys, keys.need("rope.freq_base_swa"))
     kinds, windowed = windows["layer_types"], keys.need("attention.key_length_swa")
     dims = {"full_attention": values["head_dim"], "sliding_attention": windowed}
@@ -271,7 +271,7 @@ def _gemma4(values: Values, keys: Metadata, file: GGUFFile) -> Values:
         if (found := keys.need(name)) != windowed:
             raise keys.refuse(name, found)
     lists = (np.broadcast_to(values[name], len(kinds)) for name in ("num_key_value_heads", "intermediate_size"))
-    heads, widths = (one.tolist() for one in lists)
+    heads, widths = (list(map(int, one)) for one in lists)
     is_sparse = "blk.0.ffn_gate_inp.weight" in file.tensors
     return {
         **windows,
