@@ -301,7 +301,7 @@ def start_up_line(assembly: Assembly) -> str:
     steps = "in CUDA graphs" if target.capture is not None else "not in CUDA graphs"
     return (
         f"adaptree {__version__}: model {assembly.config.public_model_name}{unverified}, device {target.device}, "
-        f"dtype {loaded.dtype_name}, KV cache {KVRoom(target.pool.num_slots, target.pool.num_places).described}, "
+        f"dtype {loaded.dtype_name}, KV cache {KVRoom(target.pool.num_slots, target.pool.num_places, target.pool.states).described}, "
         f"context {length}{rope}, steps {steps}, numerics: {assembly.numerics}, kernels: {kernels}, "
         f"drafter {assembly.drafter_name}, ends {names_of_ends(loaded.eos_token_ids, loaded.tokenizer)}"
     )

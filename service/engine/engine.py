@@ -137,7 +137,9 @@ class Engine:
             pace=PromptPace(limits.prefill_chunk),
             on_start=self._begin,
             on_stop=self._draft_stage.stop,
-            cache=PrefixCache(target.device, keep=limits.prefix_cache, windows=self.slots.windows),
+            cache=PrefixCache(
+                target.device, keep=limits.prefix_cache, windows=self.slots.windows, states=self.table.states
+            ),
             tree_nodes=limits.max_budget,
         )
         self._layout = RowLayout(self.slots, self.table, capture, shapes)
@@ -270,8 +272,7 @@ class Engine:
         """Append the step's tokens to their sequences, free the slots of rejected nodes, and make the outputs."""
         lengths = [len(tokens) - 1 for tokens in result.tokens]
         gaps = _advance(batch, lengths)
-        if self.table.states is not None:
-            self.table.states.advance(batch.items, lengths, result.verified.path)
+        self.table.advance(batch.items, lengths, result.verified.path)
         if rejected := sum(result.budget.node_rows) - sum(lengths):
             self.slots.free(result.verified.freed[:rejected])
         sent = [self._emit(sequence, index, result) for index, sequence in enumerate(batch.completing)]
@@ -334,6 +335,9 @@ class Engine:
             owned = torch.cat([windows.places.free_slots(), windows.of(held)])
             assert owned.shape[0] == owned.unique().shape[0] == windows.places.capacity, "a place is lost or shared"
             assert windows.of(self.scheduler.held_slots()).count_nonzero() == len(held), "a slot lost its place"
+        if (states := self.table.states) is not None:
+            owners = sorted(states.free + self.scheduler.held_states())
+            assert owners == [*states.snapshots], "a state is lost or shared"
 
     def _begin(self, sequence: Sequence) -> bool:
         """Create a sequence's sampling state and text stream from its tokens so far. Returns whether it can start; if

@@ -4,7 +4,7 @@ Committing a token writes its slot id into the table; keys and values are never 
 have states instead of keys and values (`service.engine.states`).
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,8 +13,9 @@ from torch import Tensor
 
 from kernels.cpu.library import pool_memory
 from kernels.recurrence import LayerStates
+from kernels.rows import ExtendRows
 from kernels.tree_attention import NULL_SLOT, Attention, AttentionRows, KVRows
-from service.engine.states import ONE_PROMPT, StateRoom, States, StateShape
+from service.engine.states import NULL_STATE, ONE_PROMPT, StateRoom, States, StateShape
 from service.errors import StartupError
 
 
@@ -339,6 +340,16 @@ class SlotTable:
         self.slots = torch.full((max_sequences, max_length), NULL_SLOT, dtype=torch.int64, device=device)
         self._free_rows = list(range(max_sequences - 1, -1, -1))
 
+    def begin(self, row: int, state: int = NULL_STATE, position: int = 0) -> None:
+        """Let recurrent layers go on from this state in a row, at this position."""
+        if self.states is not None:
+            self.states.begin(row, state, position)
+
+    def advance(self, extends: Sequence[ExtendRows], accepted: Sequence[int] = (), path: Tensor | None = None) -> None:
+        """Take over the states that a step has written; see `States.advance`. # path [completing, depth] int64"""
+        if self.states is not None:
+            self.states.advance(extends, accepted, path)
+
     @property
     def num_free_rows(self) -> int:
         """Number of rows that are free for further running sequences."""
@@ -346,10 +357,7 @@ class SlotTable:
 
     def take_row(self) -> int:
         """Take a row for a sequence that starts to run."""
-        row = self._free_rows.pop()
-        if self.states is not None:
-            self.states.begin(row)
-        return row
+        return self._free_rows.pop()
 
     def release_row(self, row: int, length: int) -> Tensor:
         """Release a row. Returns the slots of its first `length` positions, which the caller must free.
@@ -357,4 +365,5 @@ class SlotTable:
         slots = self.slots[row, :length].clone()
         self.slots[row, :length] = NULL_SLOT
         self._free_rows.append(row)
+        self.begin(row)
         return slots

@@ -62,7 +62,6 @@ _LEVEL = 8  # number of nodes on a level of a measured tree
 _DRAFT_TOKENS = 64  # length of the text for which drafting is measured
 _CPU_INFO = Path("/proc/cpuinfo")
 _FORMAT = 4
-
 _CHECKED_CONTEXT = 150
 _CHECKED_STEPS = 12
 _BRANCHES = 12
@@ -99,17 +98,17 @@ class Trial:
         """Free the slots of these rows."""
         self._slots.free(rows.slots)
 
-    def pretend(self, row: int, position: int) -> None:
-        """Treat a sequence, in recurrent layers, as if its text up to `position` had been read; for timing."""
-        if self.table.states is not None:
-            self.table.states.begin(row, position=position)
+    def pretend(self, extends: list[ExtendRows]) -> list[ExtendRows]:
+        """Let recurrent layers take the texts before these rows as read, for timing; return the rows."""
+        for extend in extends:
+            self.table.begin(extend.table_row, position=extend.start)
+        return extends
 
     def run(self, extends: list[ExtendRows], tree: DraftTree | None = None) -> tuple[ForwardRows, Tensor]:
-        """Lay out rows and run a forward, after which the extends' rows are read. # -> rows, logits [logits, vocab]"""
+        """Lay out rows and run a forward, after which `extends` are read. # -> rows, logits [logits, vocab]"""
         rows = self.place(extends, tree)
         logits = self.target.forward(rows, self.table).logits
-        if self.table.states is not None:
-            self.table.states.advance(extends)
+        self.table.advance(extends)
         return rows, logits
 
     def prefill(self, row: int, tokens: list[int], *, chunk: int) -> None:
@@ -238,8 +237,7 @@ def row_points(target: Target) -> tuple[int, ...]:
 
 def measure_costs(target: Target, limits: EngineLimits, *, progress: Progress = lambda done, total: None) -> CostTable:
     """Measure the seconds of one verify forward by numbers of sequences, context lengths and numbers of rows."""
-    sequences = sequence_points(limits.max_sequences)
-    rows = row_points(target)
+    sequences, rows = sequence_points(limits.max_sequences), row_points(target)
     room = target.pool.longest(sequences[-1], rows[-1] + MAX_NODES) - MAX_DEPTH - 1
     longest = max(1, min(limits.max_model_len - MAX_DEPTH - 1, room))
     contexts = sorted({min(context, longest) for context in CONTEXTS})
@@ -274,8 +272,7 @@ def dummy_texts(target: Target, *, sequences: int, length: int) -> Trial:
     for row in range(sequences):
         for first in range(computed, length, PASSED_AT_ONCE):
             count = min(PASSED_AT_ONCE, length - first)
-            trial.pretend(row, first)
-            trial.place([ExtendRows(row, first, [0] * count, completes=False)])
+            trial.place(trial.pretend([ExtendRows(row, first, [0] * count, completes=False)]))
     return trial
 
 
@@ -285,9 +282,7 @@ def place_point(trial: Trial, point: Point) -> ForwardRows:
     roots, tree = trial.random_tokens(point.sequences), trees_for(point, trial.target.device)
     nodes = torch.tensor(trial.random_tokens(tree.tokens.numel()), dtype=torch.int64).view(tree.tokens.shape)
     extends = [ExtendRows(row, point.context, [token], completes=True) for row, token in enumerate(roots)]
-    for extend in extends:
-        trial.pretend(extend.table_row, extend.start)
-    return trial.place(extends, tree._replace(tokens=nodes.to(trial.target.device)))
+    return trial.place(trial.pretend(extends), tree._replace(tokens=nodes.to(trial.target.device)))
 
 
 def run_point(trial: Trial, point: Point) -> None:

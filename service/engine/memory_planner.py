@@ -22,6 +22,7 @@ from service.engine.captured import ROWS
 from service.engine.engine import EngineLimits
 from service.engine.kv_pool import KVPool, KVShape
 from service.engine.measuring import Trial
+from service.engine.states import ONE_PROMPT, StateRoom
 from service.engine.target import Target
 from service.engine.weights import LoadedModel
 from service.errors import StartupError
@@ -31,6 +32,8 @@ _HISTORY_BYTES = 1 + 4  # per sequence and vocabulary token: whether the prompt 
 _SCORED_BLOCKS = 16  # four blocks at once, each as log-probabilities, noise, their sum, and the sum sorted
 _SLOT_BYTES = 3 * 8  # a slot's number, and those of its place
 _CACHED_WINDOWS = 24  # windows of slots for one cached window
+_TOKENS_PER_SNAPSHOT = 2048  # slots for one snapshot of states
+_LEAST_STATES = StateRoom(sequences=3, nodes=32)  # what checks at start-up need
 _SPARE_BYTES = 512 << 20  # workspaces of libraries, fragmentation, the device context
 
 
@@ -82,18 +85,34 @@ class KVRoom(NamedTuple):
 
     num_slots: int
     num_places: int | None = None
+    states: StateRoom = ONE_PROMPT  # of recurrent layers
 
     @property
     def described(self) -> str:
         """Describe the numbers for the log."""
         places = "" if self.num_places is None else f" ({self.num_places - 1} in layers with a window)"
-        return f"{self.num_slots - 1} tokens{places}"
+        snapshots = "" if self.states is ONE_PROMPT else f", and states of {self.states.snapshots} prefixes"
+        return f"{self.num_slots - 1} tokens{places}{snapshots}"
+
+
+def _states_for(shape: KVShape, pool_bytes: int, limits: EngineLimits, needed: int) -> StateRoom:
+    """Numbers of states that a pool of so many bytes gets: those of running sequences, and one snapshot for
+    `_TOKENS_PER_SNAPSHOT` slots. `needed`: bytes of slots and places that must be left."""
+    if not shape.bytes_per_state:
+        return ONE_PROMPT
+    sequences, nodes = max(limits.max_sequences, _LEAST_STATES.sequences), max(limits.max_budget, _LEAST_STATES.nodes)
+    states = StateRoom(sequences, nodes)
+    left = pool_bytes - shape.state_bytes(states)
+    beside = shape.bytes_per_state + _TOKENS_PER_SNAPSHOT * shape.bytes_per_slot
+    most = min(left // beside, (left - needed) // shape.bytes_per_state)
+    return states._replace(snapshots=max(0, most) if limits.prefix_cache else 0)
 
 
 def room_for(shape: KVShape, pool_bytes: int, limits: EngineLimits, *, bytes_beside: int = 0) -> KVRoom:
     """Numbers of slots and places that `pool_bytes` hold; `bytes_beside`: additional bytes per slot outside of the
     pool. Layers with a window get places for the windows of all sequences and the rows of a step, and for one cached
-    window to `_CACHED_WINDOWS` windows of slots, but never more places than there are slots.
+    window to `_CACHED_WINDOWS` windows of slots, but never more places than there are slots. The states of recurrent
+    layers come off first.
 
     Raises StartupError if one sequence of `max_model_len` tokens and its draft tree do not fit.
     """
@@ -103,19 +122,22 @@ def room_for(shape: KVShape, pool_bytes: int, limits: EngineLimits, *, bytes_bes
     if 0 < window < limits.max_model_len:
         of_place, least = shape.bytes_in_windows, window + tree
         of_slot += _SLOT_BYTES - of_place
+    states = _states_for(shape, pool_bytes, limits, needed * of_slot + least * of_place)
+    states_bytes = shape.state_bytes(states)
+    pool_bytes -= states_bytes
     if needed * of_slot + least * of_place > pool_bytes:
         raise StartupError(
-            f"the KV cache of {pool_bytes / GIB:.2f}GiB holds fewer than the {needed} tokens that one sequence of "
+            f"the KV cache of {(pool_bytes + states_bytes) / GIB:.2f}GiB holds fewer than the {needed} tokens that one sequence of "
             f"max_model_len={limits.max_model_len} needs: set kv_cache to at least "
-            f"{(needed * of_slot + least * of_place) / GIB:.2f}GiB or lower max_model_len"
+            f"{(needed * of_slot + least * of_place + states_bytes) / GIB:.2f}GiB or lower max_model_len"
         )
     if not of_place:
-        return KVRoom(pool_bytes // of_slot)
+        return KVRoom(pool_bytes // of_slot, states=states)
     running = limits.max_sequences * (window + 1 + limits.max_budget) + limits.prefill_chunk + 1
     slots = int((pool_bytes - running * of_place) / (of_slot + of_place / _CACHED_WINDOWS))
     slots = max(slots, pool_bytes // (of_slot + of_place))  # few bytes: as many places as slots
     slots = min(max(slots, needed), (pool_bytes - least * of_place) // of_slot)
-    return KVRoom(slots, min(slots, (pool_bytes - slots * of_slot) // of_place))
+    return KVRoom(slots, min(slots, (pool_bytes - slots * of_slot) // of_place), states)
 
 
 def check_free_memory(weight_bytes: int, pool_bytes: int) -> str:
@@ -151,7 +173,9 @@ def target_without_room(loaded: LoadedModel, limits: EngineLimits, tap_layers: t
 def give_room(target: Target, loaded: LoadedModel, room: KVRoom) -> None:
     """Replace the target's KV pool by one of this size. Raises StartupError if memory does not suffice."""
     with memory_for(f"keys and values of {room.described}", "lower kv_cache"):
-        target.pool = KVPool(loaded.kv_shape, room.num_slots, target.device, num_places=room.num_places)
+        target.pool = KVPool(
+            loaded.kv_shape, room.num_slots, target.device, num_places=room.num_places, states=room.states
+        )
 
 
 @dataclass(frozen=True, slots=True)

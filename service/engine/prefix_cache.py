@@ -5,7 +5,9 @@ The slot of position t is stored under the tokens 0..t + 1, one more than its ke
 entry of position t needs the next token, and the last token of a prompt is always run again for its logits. A row's
 result does not depend on the other rows of its forward, so cached keys and values equal recomputed ones bit for bit.
 In layers with a window, slots may lose their places (`Windows`): the cache keeps those before the ends of nodes, where
-messages end and prompts part, and a prefix is found only as far as the window before its end still has its places.
+messages end and prompts part, and a prefix is found only as far as the window before its end still has its places. In
+the same way recurrent layers need a snapshot of their states at the end of a prefix (`States`): running sequences leave
+them where their messages end and where their prompt parts from a cached text, and the least recently needed is dropped.
 Legend: labels = tokens on the edge to a node, one per slot of the node; placed = with a place in layers with a window.
 """
 
@@ -19,38 +21,16 @@ import torch
 from torch import Tensor
 
 from service.engine.kv_pool import Windows
+from service.engine.prefix_tree import Node
+from service.engine.states import NULL_STATE, States
 
 _SHARE_AT_ONCE = 32  # of so many places one is taken at least, so that few steps take any
 
 _WORTH_WAITING = 64
 """Minimum number of tokens that another sequence is about to compute, for waiting to beat computing them again."""
 
-
-@dataclass(slots=True, eq=False)
-class Node:
-    """Radix tree node: the slots of a run of tokens. It is locked while a lease ends at it or below it."""
-
-    labels: list[int]
-    slots: Tensor  # [labels] int64
-    parent: "Node | None"
-    key: tuple[str, int] | None = None  # namespace and first token of the cached texts; None except in roots
-    children: dict[int, "Node"] = field(default_factory=dict)  # children by their first label
-    leases: int = 0  # number of leases that end at this node or below it
-    last_used: int = 0  # counter of the cache's calls at the last use
-    placed_from: int = 0  # first label from which on all slots are placed
-    last_seen: int = 0  # counter of the cache's calls when the window before its end was last needed
-
-    @property
-    def is_evictable(self) -> bool:
-        """Whether neither a lease nor a longer cached prefix needs this node."""
-        return self.leases == 0 and not self.children and self.parent is not None
-
-    def upwards(self) -> Iterator["Node"]:
-        """Iterate over this node and its ancestors, without the root."""
-        node = self
-        while node.parent is not None:
-            yield node
-            node = node.parent
+_WORTH_A_STATE = 16
+"""Minimum number of tokens between two snapshots of a text, except at the end of its messages."""
 
 
 @dataclass(slots=True, eq=False)
@@ -64,6 +44,10 @@ class PrefixLease:
     placed_from: int = 0  # first position from which on all slots of the sequence itself are placed
     parting: int = 0  # end of a prefix that the cache has without places, which gets the window before it from this
     # sequence; 0 if there is none
+    state: int = NULL_STATE  # states from which the sequence goes on
+    ends: set[int] = field(default_factory=set)  # numbers of positions after which the cache wants a snapshot
+    states: dict[int, int] = field(default_factory=dict)  # snapshots for the cache, by their numbers of positions
+    last_state: int = 0  # positions before the last snapshot
 
 
 Running = tuple[PrefixLease, int, list[int], Tensor]
@@ -77,9 +61,17 @@ class PrefixCache:
     prompts of other clients.
     """
 
-    def __init__(self, device: torch.device, *, keep: bool = True, windows: Windows | None = None) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        *,
+        keep: bool = True,
+        windows: Windows | None = None,
+        states: States | None = None,
+    ) -> None:
         """`keep=False` disables the cache: no prefix is kept or found. `windows`: places of the slots in layers with a
-        window; None if these layers keep all slots."""
+        window; None if these layers keep all slots. `states`: of recurrent layers; None if there are none."""
+        self._states = states
         self._windows, self._window = windows, 0 if windows is None else windows.size
         self.num_evictable = 0  # slots that `evict` could return now
         self._keep = keep
@@ -88,13 +80,14 @@ class PrefixCache:
         self._now = 0
         self._leaves: set[Node] = set()  # all evictable nodes, and some that no longer are
 
-    def acquire(self, namespace: str, tokens: list[int]) -> PrefixLease:
-        """Lease the longest cached prefix of these tokens, without the last token."""
+    def acquire(self, namespace: str, tokens: list[int], messages_end: int | None = None) -> PrefixLease:
+        """Lease the longest cached prefix of these tokens, without the last token. `messages_end`: number of tokens up
+        to the end of the messages, after which another prompt may go on."""
         if not self._keep:
             return PrefixLease(Node([], self._nothing, None), 0, self._nothing)
         key = namespace, tokens[0]
         root = self._roots.setdefault(key, Node([], self._nothing, None, key))
-        node, known = self._descend(root, tokens, 0)
+        node, known = root.descend(tokens)
         self._now += 1
         for above in node.upwards():
             above.last_used = self._now
@@ -106,29 +99,39 @@ class PrefixCache:
         node, length = path[-1][0] if path else root, sum(common for _, common in path)
         self._see(node)
         slots = torch.cat([above.slots for above, _ in path]) if path else self._nothing
-        return PrefixLease(node, length, slots, placed_from=length, parting=known if length < known else 0)
+        lease = PrefixLease(node, length, slots, placed_from=length, parting=known if length < known else 0)
+        lease.state, lease.last_state = node.state or NULL_STATE, length
+        self.want_state(lease, known)
+        self.want_state(lease, min(messages_end or 0, len(tokens) - 1), least=1)
+        return lease
 
     def known(self, namespace: str, tokens: list[int]) -> int:
         """Number of positions that `acquire` would lease for these tokens now."""
-        return sum(common for _, common in self._usable([*self._path(namespace, tokens)]))
+        return sum(common for _, common in self._usable(self._path(namespace, tokens)))
 
     def leased(self, namespace: str, tokens: list[int], *, excluding: Sequence[PrefixLease] = ()) -> int:
         """Number of the `known` positions that are held by leases other than `excluding`."""
-        mine, path = _holds(excluding), self._usable([*self._path(namespace, tokens)])
+        mine, path = _holds(excluding), self._usable(self._path(namespace, tokens))
         return sum(common for node, common in path if node.leases > mine[node])
 
     def _usable(self, path: list[tuple[Node, int]]) -> list[tuple[Node, int]]:
-        """Shorten a path of nodes and matching labels to the last end before which a whole window is placed."""
+        """Shorten a path of nodes and matching labels to the last end before which a whole window is placed, and where
+        recurrent layers have a state."""
         length = unplaced = usable = 0
         for number, (node, common) in enumerate(path, 1):
             unplaced = length + min(node.placed_from, common) if node.placed_from else unplaced
             length += common
-            usable = number if unplaced == 0 or length - unplaced >= self._window else usable
+            stands = self._states is None or (node.state is not None and common == len(node.labels))
+            usable = number if stands and (unplaced == 0 or length - unplaced >= self._window) else usable
         return path[:usable]
 
+    def _path(self, namespace: str, tokens: list[int]) -> list[tuple[Node, int]]:
+        root = self._roots.get((namespace, tokens[0]))
+        return [] if root is None else [*root.path(tokens)]
+
     def _see(self, node: Node) -> None:
-        """Note that the window before the end of this node is needed."""
-        left = self._window
+        """Note that the window before the end of this node, or its state, is needed."""
+        left = max(self._window, self._states is not None)
         for above in node.upwards() if left else ():
             above.last_seen = self._now
             left -= len(above.labels)
@@ -141,10 +144,14 @@ class PrefixCache:
         labels = list(tokens[lease.length + 1 :][: slots.shape[0]]) if self._keep else []
         # A running sequence cannot replace its slots by those that another one has published.
         if labels and labels[0] not in lease.node.children:
-            lease.node = self._attach(lease.node, labels, slots, lease.placed_from - lease.length)
+            node, length = lease.node, lease.length
+            lease.node = self._attach(node, labels, slots, lease.placed_from - length)
             lease.node.leases = 1
             lease.length += len(labels)
             lease.placed_from, lease.parting = max(lease.placed_from, lease.length), 0
+            self._give_states(lease, node, length, tokens)
+        elif labels:
+            self._give_states(lease, lease.node, lease.length, tokens)
 
     def release(self, lease: PrefixLease, tokens: list[int], slots: Tensor) -> Tensor:
         """End a lease, and cache the slots of the positions after it. Returns the slots that the caller must free,
@@ -154,7 +161,7 @@ class PrefixCache:
             return slots
         self._now += 1
         text = tokens[: lease.length + slots.shape[0] + 1]
-        node, length = self._descend(lease.node, text, lease.length)
+        node, length = lease.node.descend(text, lease.length)
         labels = list(text[length + 1 :])
         self._hand_over(lease, node, length, slots)
         twice, left = slots[: length - lease.length], slots[length - lease.length + len(labels) :]
@@ -163,10 +170,54 @@ class PrefixCache:
             self.num_evictable += len(labels)
         for above in node.upwards():
             above.last_used = self._now
+        self._give_states(lease, lease.node, lease.length, tokens)
         self._unlock(lease.node)
         self._note(node)
         self._take(left[max(0, lease.placed_from - length - len(labels)) :])
         return torch.cat([twice, left])
+
+    def want_state(self, lease: PrefixLease, position: int, *, least: int = _WORTH_A_STATE) -> None:
+        """Let a running sequence leave a snapshot when it has computed so many positions, if that is `least` more than
+        at the snapshot before."""
+        before = max((end for end in lease.ends if end <= position), default=lease.last_state)
+        if self._states is not None and self._states.snapshots and self._keep and position - before >= least:
+            lease.ends.add(position)
+
+    def keep_state(self, lease: PrefixLease, row: int, *, is_last: bool = False) -> None:
+        """Take a snapshot of the states of a running sequence in this row of the slot table, unless running sequences
+        begin from all of them. `is_last`: whether the sequence stops, and has left no snapshot for some time."""
+        if self._states is None or not self._states.snapshots or not self._keep:
+            return
+        position = self._states.position(row)
+        if is_last and position - lease.last_state < _WORTH_A_STATE:
+            return
+        lease.ends.discard(position)
+        if not self._states.free:
+            used = self._states.in_use
+            held = [node for node in self._nodes() if node.state is not None and node.state not in used]
+            self._drop_state(min(held, key=lambda node: node.last_seen)) if held else None
+        if self._states.free:
+            lease.states[position], lease.last_state = self._states.keep(row), position
+
+    def _give_states(self, lease: PrefixLease, node: Node, length: int, tokens: list[int]) -> None:
+        """Give a running sequence's snapshots to the nodes of its text below `node`, which ends at `length`, as far as
+        the cache has that text; drop those that it has already."""
+        for position in [*lease.states]:
+            found, end = node.descend(tokens[: position + 1], length)
+            if end == position and found.state is None:
+                found.state = lease.states.pop(position)
+                self._see(found)
+            elif end == position and self._states is not None:
+                self._states.free.append(lease.states.pop(position))
+
+    def _drop_state(self, node: Node) -> None:
+        if self._states is not None and node.state is not None:
+            self._states.free.append(node.state)
+            node.state = None
+
+    def held_states(self) -> list[int]:
+        """List the snapshots that belong to the cache."""
+        return [node.state for node in self._nodes() if node.state is not None]
 
     def clear_places(self, wanted: int, running: Sequence[Running]) -> None:
         """Take places until `wanted` are free, or until running sequences see all that are left."""
@@ -188,7 +239,7 @@ class PrefixCache:
         lease, computed, tokens, slots = running
         first = computed - self._window + 1
         if 0 < lease.parting <= first:
-            node, length = self._descend(lease.node, tokens[: lease.parting + 1], lease.length)
+            node, length = lease.node.descend(tokens[: lease.parting + 1], lease.length)
             self._hand_over(lease, node, length, slots[lease.length :])
             lease.parting = 0
         elif lease.parting:
@@ -279,40 +330,6 @@ class PrefixCache:
             yield node
             nodes += node.children.values()
 
-    def _path(self, namespace: str, tokens: list[int]) -> Iterator[tuple[Node, int]]:
-        """Iterate over the nodes along these tokens, each with the number of its labels that match."""
-        node, length = self._roots.get((namespace, tokens[0])), 0
-        while node is not None and length + 1 < len(tokens):
-            child = node.children.get(tokens[length + 1])
-            if child is None:
-                return
-            common = _common(child.labels, tokens, length + 1)
-            yield child, common
-            length += common
-            node = child if common == len(child.labels) else None
-
-    def _descend(self, node: Node, tokens: list[int], length: int) -> tuple[Node, int]:
-        """Find the deepest node along these tokens, and split it if they match only a part of its labels. Returns the
-        node and the number of positions cached up to its end."""
-        while length + 1 < len(tokens) and (child := node.children.get(tokens[length + 1])) is not None:
-            common = _common(child.labels, tokens, length + 1)
-            node = self._split(child, common) if common < len(child.labels) else child
-            length += common
-            if node is not child:
-                break
-        return node, length
-
-    def _split(self, node: Node, place: int) -> Node:
-        """Split off a new parent with the first `place` labels, and return it; leases keep pointing at `node`."""
-        assert node.parent is not None, "a root has no labels"
-        upper = Node(node.labels[:place], node.slots[:place], node.parent)
-        upper.leases, upper.last_used, upper.last_seen = node.leases, node.last_used, node.last_seen
-        upper.placed_from, node.placed_from = min(node.placed_from, place), max(0, node.placed_from - place)
-        node.parent.children[upper.labels[0]] = upper
-        node.labels, node.slots, node.parent = node.labels[place:], node.slots[place:], upper
-        upper.children[node.labels[0]] = node
-        return upper
-
     def _attach(self, node: Node, labels: list[int], slots: Tensor, placed_from: int) -> Node:
         own, placed_from = slots[: len(labels)].clone(), min(max(0, placed_from), len(labels))
         child = node.children[labels[0]] = Node(labels, own, node, last_used=self._now, placed_from=placed_from)
@@ -339,6 +356,7 @@ class PrefixCache:
         self.num_evictable -= len(leaf.labels) - length
         self._take(leaf.slots[max(length, leaf.placed_from) :])
         leaf.placed_from = min(length, leaf.placed_from)
+        self._drop_state(leaf)
         if length:
             leaf.labels, leaf.slots = leaf.labels[:length], leaf.slots[:length]
             return leaf
@@ -351,19 +369,6 @@ class PrefixCache:
     def _forget_if_bare(self, root: Node) -> None:
         if root.key is not None and not root.children and root.leases == 0:
             del self._roots[root.key]
-
-
-def _common(labels: list[int], tokens: list[int], start: int) -> int:
-    """Number of leading labels that equal the tokens from `start` on."""
-    least, most = 0, min(len(labels), len(tokens) - start)
-    tried = most
-    while least < most:  # bisection: comparing slices takes a thousandth of a loop over tokens
-        if labels[least:tried] == tokens[start + least : start + tried]:
-            least = tried
-        else:
-            most = tried - 1
-        tried = (least + most + 1) // 2
-    return least
 
 
 def _holds(leases: Sequence[PrefixLease]) -> Counter[Node]:

@@ -76,6 +76,7 @@ class GenerationRequest:
     # Among the requests of one client, lower values start first; if slots run out, the highest of all is preempted.
     priority: int = 0
     replayed: Tokens[Tokens[int]] = ()  # tokens of an earlier answer that a resumed stream replays, by sequence
+    messages_end: int | None = None  # number of leading prompt tokens before a generation prompt; None without one
     scores_prompt: bool = False  # whether the first output carries the log-probabilities of the prompt's tokens
     single_token_outputs: int = 0  # number of leading tokens per sequence that are each sent as an output of their own
     arrival_seconds: float = field(default_factory=time.monotonic)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from operator import attrgetter
 
 import torch
@@ -23,22 +24,15 @@ from kernels.tree_attention import MAX_NODES
 from service.engine.budget import DraftBudget
 from service.engine.kv_pool import SlotPool, SlotTable
 from service.engine.prefix_cache import PrefixCache, PrefixLease
+from service.engine.prefix_tree import common_length
 from service.engine.requests import Submission
 from service.engine.sequence import Sequence, in_cache
-from service.engine.waiting import Entry, PromptPace, Reader, ServiceCounters, WaitingQueue
+from service.engine.waiting import Entry, Forecast, PromptPace, Reader, ServiceCounters, WaitingQueue
 
 _EVICT_AT_ONCE = 256
 """Minimum number of slots per eviction, so that a full cache does not evict in every step."""
 
 _OFTEN = 2  # number of preemptions after which other sequences are preempted first
-
-_FIRST_GUESS = 32.0  # expected tokens of an answer before any answer has ended
-
-_RATE = 0.05
-"""Rate of the moving mean of answer lengths."""
-
-_LEAST_SHARE = 0.25
-"""Minimum of the expected remaining length of an answer, as a share of the mean length."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +108,7 @@ class Scheduler:
         self._table = table
         self._pace = pace
         self._on_start, self._on_stop = on_start, on_stop
-        self._cache = cache or PrefixCache(table.slots.device, keep=False, windows=slots.windows)
+        self._cache = cache or PrefixCache(table.slots.device, keep=False, windows=slots.windows, states=table.states)
         self._tree_nodes = tree_nodes
         self._service = ServiceCounters()
         self._forecast = Forecast()
@@ -196,15 +190,23 @@ class Scheduler:
         own = (self._own_slots(sequence, placed=placed) for sequence in self.running)
         return torch.cat([self._cache.held(placed=placed), *own])
 
+    def held_states(self) -> list[int]:
+        """List the snapshots of the cache, and those that running sequences have for it."""
+        leases = [sequence.lease for sequence in self.running if sequence.lease is not None]
+        return [*self._cache.held_states(), *chain.from_iterable(lease.states.values() for lease in leases)]
+
     def _own_slots(self, sequence: Sequence, *, placed: bool = False) -> Tensor:
         """Slots of a running sequence that do not belong to the cache. # -> [positions] int64"""
         first = sequence.lease.placed_from if placed and sequence.lease is not None else sequence.num_shared
         return self._table.slots[sequence.table_row, first : sequence.num_computed]
 
     def _note_progress(self) -> None:
-        """Charge clients for the last step, and publish prompts that are now computed in the prefix cache."""
+        """Charge clients for the last step, leave the snapshots that the prefix cache wants, and publish prompts that
+        are now computed in it."""
         for sequence in self.running:
             self._service.settle(sequence)
+            if sequence.lease is not None and sequence.num_computed in sequence.lease.ends:
+                self._cache.keep_state(sequence.lease, sequence.table_row)
             if sequence.lease is not None and not sequence.is_prefilling and not sequence.lease.is_published:
                 self._cache.publish(sequence.lease, sequence.tokens, self._own_slots(sequence))
                 sequence.lease.is_published = True
@@ -227,6 +229,7 @@ class Scheduler:
         self.running.remove(sequence)
         self.queue.release(sequence)
         assert sequence.lease is not None, "a running sequence has a lease"
+        self._cache.keep_state(sequence.lease, sequence.table_row, is_last=True)
         slots = self._table.release_row(sequence.table_row, sequence.num_computed)
         unused = self._cache.release(sequence.lease, sequence.tokens, slots[sequence.num_shared :])
         self._slots.free(unused, placed=False)
@@ -261,6 +264,8 @@ class Scheduler:
                 if (computing := self._computes_its_prefix(head)) is None:
                     return head
                 self.queue.park(head, computing)
+                if computing.lease is not None:
+                    self._cache.want_state(computing.lease, common_length(head.tokens, computing.tokens) - 1)
         return None
 
     def _computes_its_prefix(self, sequence: Sequence) -> Sequence | None:
@@ -314,12 +319,14 @@ class Scheduler:
 
     def _start(self, sequence: Sequence) -> None:
         sequence.row = self._table.take_row()
-        sequence.lease = self._cache.acquire(sequence.cache_namespace, sequence.tokens)
+        ends = sequence.request.messages_end
+        sequence.lease = self._cache.acquire(sequence.cache_namespace, sequence.tokens, ends)
         sequence.num_computed = sequence.lease.length
         if sequence.started_seconds is None:
             sequence.num_cached = sequence.num_computed
             sequence.started_seconds = time.monotonic()
         self._table.slots[sequence.row, : sequence.lease.length] = sequence.lease.slots
+        self._table.begin(sequence.row, sequence.lease.state, sequence.lease.length)
         self._service.waive(sequence)
         self.running.append(sequence)
 
@@ -334,7 +341,7 @@ class Scheduler:
         for sequence in sorted(prefilling, key=lambda sequence: self._service.served(sequence.client)):
             client, others = sequence.client, len(clients - {sequence.client})
             most = 0 if self._pace.owes(client) else min(left, paced)
-            num_rows = min(sequence.num_pending, most if others else left)
+            num_rows = min(sequence.num_until_end, most if others else left)
             if num_rows > 0:
                 chunks.append(Scheduled.of(sequence, num_rows))
                 read = beside[client].num_rows if client in beside else 0
@@ -352,23 +359,6 @@ class Scheduler:
             self._slots.free(evicted, placed=False)
         if self._slots.windows is not None and wanted > self._slots.windows.places.num_free:
             self._cache.clear_places(wanted, [in_cache(sequence, self._table) for sequence in self.running])
-
-
-class Forecast:
-    """Predicts how many more slots a sequence will need before it ends, from the mean length of recent answers."""
-
-    def __init__(self) -> None:
-        self._mean_tokens = _FIRST_GUESS
-
-    def observe(self, sequence: Sequence) -> None:
-        """Update the mean with the length of an answer that ended."""
-        self._mean_tokens += _RATE * (sequence.num_generated - self._mean_tokens)
-
-    def claim(self, sequence: Sequence) -> int:
-        """Predict the number of slots that a sequence will still need: for its pending tokens and the rest of its
-        answer."""
-        expected = max(self._mean_tokens - sequence.num_generated, _LEAST_SHARE * self._mean_tokens)
-        return sequence.num_pending + min(sequence.num_remaining, round(expected))
 
 
 def cheapest(candidates: Items[Sequence], running: Items[Sequence], cache: PrefixCache) -> Sequence | None:

@@ -185,6 +185,13 @@ class Sequence:
         return len(self.tokens) - self.num_computed
 
     @property
+    def num_until_end(self) -> int:
+        """Number of pending tokens up to the next position after which the prefix cache wants a snapshot, or of all."""
+        ends = () if self.lease is None else self.lease.ends
+        later = [end - self.num_computed for end in ends if end > self.num_computed]
+        return min(self.num_pending, *later) if later else self.num_pending
+
+    @property
     def max_nodes(self) -> int | None:
         """Maximum number of nodes of the draft tree by the request: 0 without speculation, None without a limit."""
         return self.request.speculation.max_budget if self.request.speculation.enabled else 0

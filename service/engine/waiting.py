@@ -25,6 +25,15 @@ _GROWTH = 1.25
 """Maximum growth of the prompt rows from one step to the next, which bounds how much longer than fair a step can be."""
 
 
+_FIRST_GUESS = 32.0  # expected tokens of an answer before any answer has ended
+
+_RATE = 0.05
+"""Rate of the moving mean of answer lengths."""
+
+_LEAST_SHARE = 0.25
+"""Minimum of the expected remaining length of an answer, as a share of the mean length."""
+
+
 class Entry:
     """Queue entry for the sequences of one HTTP body, or for one preempted sequence. Only its next sequence (`head`) is
     created, because a body can ask for thousands."""
@@ -271,3 +280,20 @@ class PromptPace:
             self._rows = max(1.0, rows * scale)
         elif rows >= int(self._rows):  # a step with fewer rows does not show whether more would fit
             self._rows = min(self._rows * scale, self.most_rows)
+
+
+class Forecast:
+    """Predicts how many more slots a sequence will need before it ends, from the mean length of recent answers."""
+
+    def __init__(self) -> None:
+        self._mean_tokens = _FIRST_GUESS
+
+    def observe(self, sequence: Sequence) -> None:
+        """Update the mean with the length of an answer that ended."""
+        self._mean_tokens += _RATE * (sequence.num_generated - self._mean_tokens)
+
+    def claim(self, sequence: Sequence) -> int:
+        """Predict the number of slots that a sequence will still need: for its pending tokens and the rest of its
+        answer."""
+        expected = max(self._mean_tokens - sequence.num_generated, _LEAST_SHARE * self._mean_tokens)
+        return sequence.num_pending + min(sequence.num_remaining, round(expected))

@@ -11,9 +11,9 @@ from service.engine.kv_pool import SlotPool, SlotTable
 from service.engine.prefix_cache import PrefixCache
 from service.engine.requests import GenerationRequest, SamplingParams, Scope, Submission
 from service.engine.sampling import SamplingState
-from service.engine.scheduler import Forecast, Scheduler, StepBatch, cheapest
+from service.engine.scheduler import Scheduler, StepBatch, cheapest
 from service.engine.sequence import Sequence, TextStream, new_sequence
-from service.engine.waiting import PromptPace
+from service.engine.waiting import Forecast, PromptPace
 from service.text.tokenizer import ChatTokenizer
 from tests.service.engine.harness import greedy, request, waiting_in
 from tests.tiny_models import VOCAB_SIZE, tiny_tokenizer
