@@ -142,6 +142,7 @@ def assemble(config: ServiceConfig, *, graphs: bool | None = None) -> Assembly:
     loaded = load_target(config, device)
     tokenizer = ChatTokenizer(loaded.tokenizer)
     tokenizer.refuse_narrow_vocabulary(loaded.model.config.get_text_config().vocab_size)
+    captures = captures and not loaded.kv_shape.bytes_per_state
     limits = limits_of(config, loaded.max_positions)
     drafter_name, folder = choose_drafter(config, starts=loaded.initial_drafter is not None)
     trained = load_drafter(folder, loaded, blocks=config.draft_blocks)
@@ -295,13 +296,14 @@ def start_up_line(assembly: Assembly) -> str:
         kernels += f" ({NO_KERNELS})"
     family = loaded.model.config.get_text_config().model_type
     unverified = "" if family in VERIFIED else f" (family {family}: unverified)"
-    length = assembly.limits.max_model_len
+    length, pool = assembly.limits.max_model_len, target.pool
+    room = KVRoom(pool.num_slots, pool.num_places, pool.states)
     factors = longrope_factors(loaded.model.config, length)
     rope = "" if factors is None else f" ({factors} factors of longrope)"
     steps = "in CUDA graphs" if target.capture is not None else "not in CUDA graphs"
     return (
         f"adaptree {__version__}: model {assembly.config.public_model_name}{unverified}, device {target.device}, "
-        f"dtype {loaded.dtype_name}, KV cache {KVRoom(target.pool.num_slots, target.pool.num_places, target.pool.states).described}, "
+        f"dtype {loaded.dtype_name}, KV cache {room.described}, "
         f"context {length}{rope}, steps {steps}, numerics: {assembly.numerics}, kernels: {kernels}, "
         f"drafter {assembly.drafter_name}, ends {names_of_ends(loaded.eos_token_ids, loaded.tokenizer)}"
     )

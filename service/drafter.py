@@ -256,6 +256,11 @@ def draft_model_of(loaded: LoadedModel, target: LoadedModel, *, name: str, max_m
         raise StartupError(
             f"the draft model {name} supports {loaded.max_positions} tokens: set max_model_len to at most that"
         )
+    if loaded.kv_shape.bytes_per_state:
+        raise StartupError(
+            f"the draft model {name} has recurrent layers, whose states the branches of a beam cannot share; set "
+            "drafter_path to a model that attends in all layers"
+        )
     pool = KVPool(loaded.kv_shape, _TRIAL_SLOTS, loaded.model.device)
     return DraftModel(Target(loaded.model, pool, in_8_bits=loaded.in_8_bits), loaded.fingerprint)
 

@@ -226,6 +226,7 @@ def _requests(
             sampling=replace(sampling, stop_token_ids=sampling.stop_token_ids | ends) if ends else sampling,
             n=n,
             prediction=prediction,
+            messages_end=tokenizer.messages_end(prompt) if isinstance(body, ChatCompletionRequest) else None,
             scores_prompt=isinstance(body, CompletionRequest) and body.echo is True and num_logprobs is not None,
             speculation=_speculation(body),
             store=body.store is not False,

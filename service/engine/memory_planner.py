@@ -127,8 +127,8 @@ def room_for(shape: KVShape, pool_bytes: int, limits: EngineLimits, *, bytes_bes
     pool_bytes -= states_bytes
     if needed * of_slot + least * of_place > pool_bytes:
         raise StartupError(
-            f"the KV cache of {(pool_bytes + states_bytes) / GIB:.2f}GiB holds fewer than the {needed} tokens that one sequence of "
-            f"max_model_len={limits.max_model_len} needs: set kv_cache to at least "
+            f"the KV cache of {(pool_bytes + states_bytes) / GIB:.2f}GiB holds fewer than the {needed} tokens that one "
+            f"sequence of max_model_len={limits.max_model_len} needs: set kv_cache to at least "
             f"{(needed * of_slot + least * of_place + states_bytes) / GIB:.2f}GiB or lower max_model_len"
         )
     if not of_place:

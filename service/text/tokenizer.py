@@ -340,6 +340,23 @@ class ChatTokenizer:
             return _ids(self._parsing, rendered)
         return self._encode_guarded(rendered, guard)
 
+    @cached_property
+    def _opening(self) -> int | None:
+        """First token of the generation prompt; None if the template has none, or refuses the shortest conversation."""
+        turns = [{"role": "user", "content": "a"}]
+        try:
+            texts = [self._rendered(turns, [], add_generation_prompt=adds) for adds in (True, False)]
+        except TEMPLATE_ERRORS:
+            return None
+        prompt = texts[0].removeprefix(texts[1])
+        return _ids(self._parsing, prompt)[0] if prompt and texts[0].startswith(texts[1]) else None
+
+    def messages_end(self, ids: Sequence[int]) -> int | None:
+        """Number of leading tokens of a rendered conversation before its generation prompt, as far as its first token
+        tells: None if the template has no generation prompt."""
+        places = (place for place in range(len(ids) - 1, -1, -1) if ids[place] == self._opening)
+        return next(places, None)
+
     def _rendered(self, turns: Sequence[Turn], tools: Sequence[JsonValue], **variables: Any) -> str:
         """Render a conversation to text. Unlike in `apply_chat_template`, contents that are None reach the template."""
         conversation: list[Any] = list(turns)

@@ -1,0 +1,254 @@
+"""States of recurrent layers in the engine: whatever chunks, trees, company, preemptions, failures and cached prefixes
+a text meets, its states equal those of a plain loop over its tokens, and none is lost."""
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernels.recurrence import Convolution, Recurrence, StateRows, advance_states
+from kernels.rows import ExtendRows
+from service.engine.budget import FixedBudget
+from service.engine.engine import Engine, EngineLimits
+from service.engine.kv_pool import KVPool, KVShape, LayerKV
+from service.engine.memory_planner import room_for
+from service.engine.requests import GenerationRequest
+from service.engine.scheduler import Scheduled
+from service.engine.states import StateRoom, StateShape
+from service.errors import StartupError
+from tests.service.engine.harness import (
+    LIMITS,
+    ask,
+    greedy,
+    request,
+    sampled,
+    tiny_engine,
+    vocabulary_of,
+)
+from tests.service.engine.harness import make_drafter as drafter_of
+from tests.tiny_models import loaded_tiny, random_prompts
+
+VOCAB, HEADS, DIM = 256, 2, 4
+SHAPE = StateShape(kernel=3, columns=3 * HEADS * DIM, heads=HEADS, key_dim=DIM, value_dim=DIM, input_columns=28)
+CACHED = replace(LIMITS, prefix_cache=True, max_sequences=16, max_model_len=1024)
+
+
+def drawn(*shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+CONVOLUTION = Convolution(drawn(SHAPE.columns, SHAPE.kernel), None, activated=True)
+DELTA = Recurrence(HEADS, HEADS, DIM, DIM, -drawn(HEADS).exp(), drawn(HEADS), corrects=True)
+INPUTS, HEAD = drawn(1024, SHAPE.input_columns), 3 * drawn(1024, HEADS * DIM)
+
+
+class OneLayer:
+    """A model of one recurrent layer between a table of inputs and a head."""
+
+    def __init__(self, vocab: int) -> None:
+        self.num_read = 0  # rows of forwards that are no nodes
+        self.fails: Callable[[], bool] = lambda: False
+        self._head = HEAD[:vocab]
+
+    def __call__(
+        self, tokens: Tensor, positions: Tensor, groups: object, logit_rows: Any, pool: KVPool, *rest: Any
+    ) -> tuple[Tensor, None]:
+        states = rest[1]
+        assert isinstance(states, StateRows)
+        y = advance_states(INPUTS[tokens], CONVOLUTION, DELTA, pool.layer(0), states)
+        self.num_read += int(states.extend_start[-1])
+        nodes = states.node_start[-1] > states.node_start[0]
+        if (nodes or len(states.source) > 1) and self.fails():  # a sequence that fails alone ends
+            raise RuntimeError("planted")
+        logits = [(self._head * row).sum(1) for row in y[logit_rows]]
+        return torch.stack(logits) if logits else y.new_empty(0, len(self._head)), None
+
+
+@cache
+def states_after(text: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """Tail and matrix after these tokens, one by one."""
+    states = StateRoom(sequences=1).layer(SHAPE, torch.float32, torch.device("cpu"))
+    assert states.matrix is not None
+    if text:
+        states.tail[1], states.matrix[1] = states_after(text[:-1])
+        none, starts = torch.zeros(1, 0, dtype=torch.int64), (torch.tensor([0, 1]), torch.tensor([1, 1]))
+        rows = StateRows(torch.tensor([1]), torch.tensor([2]), none, torch.tensor([0]), *starts, none)
+        advance_states(INPUTS[[text[-1]]], CONVOLUTION, DELTA, states, rows)
+    index = 2 if text else 0
+    return states.tail[index].clone(), states.matrix[index].clone()
+
+
+def engine_of(
+    snapshots: int = 6, limits: EngineLimits = CACHED, *, num_slots: int = 2048, drafter: str = "memory+random"
+) -> tuple[Engine, OneLayer]:
+    loaded = loaded_tiny("llama")
+    plain = tiny_engine(loaded)  # its target is given the other layers
+    target, layer = plain.target, OneLayer(plain.target.vocab_size)
+    states = StateRoom(limits.max_sequences, limits.max_budget, snapshots)
+    target.pool = KVPool(KVShape((SHAPE,), torch.float32), num_slots, target.device, states=states)
+    target._layers = layer
+    drafts = drafter_of(drafter, target, limits)
+    return Engine(target, limits, vocabulary_of(loaded), drafts, FixedBudget(limits.max_budget)), layer
+
+
+def check_states(engine: Engine) -> None:
+    """States of all running sequences `==` the plain loop's, and all states have one owner."""
+    engine.assert_conserved()
+    states, layer = engine.table.states, engine.target.pool.layer(0)
+    assert states is not None
+    for sequence in engine.scheduler.running:
+        row = sequence.table_row
+        tail, matrix = states_after(tuple(sequence.tokens[: states.position(row)]))
+        (index,) = states.rows([Scheduled.of(sequence, 1)], [0], torch.zeros(1, 0)).source.tolist()
+        assert torch.equal(layer.tail[index], tail)
+        assert torch.equal(layer.matrix[index], matrix)
+
+
+def run(engine: Engine, *requests: GenerationRequest, checked: bool = False) -> dict[str, list[int]]:
+    """Run all requests together; if `checked`, their states are compared after each step."""
+    tokens: dict[str, list[int]] = {}
+    for one in requests:
+        ask(engine, one)
+    while not engine.idle:
+        for output in engine.step().outputs:
+            tokens.setdefault(f"{output.request_id}.{output.index}", []).extend(output.token_ids)
+        if checked:
+            check_states(engine)
+    return tokens
+
+
+def alone(requests: Sequence[GenerationRequest]) -> dict[str, list[int]]:
+    """The texts of plain decoding, one request after the other."""
+    texts: dict[str, list[int]] = {}
+    for one in requests:
+        texts |= run(engine_of(0, replace(LIMITS, max_budget=0), drafter="none")[0], one)
+    return texts
+
+
+def of_shared_prompts(choose: random.Random, count: int) -> list[GenerationRequest]:
+    """Requests with prompts that share random parts."""
+    parts = [[*next(random_prompts(1, length, seed=length))] for length in (40, 23, 70, 17)]
+    found = list[GenerationRequest]()
+    for number in range(count):
+        prompt = [
+            token for part in choose.sample(parts, choose.randint(1, 3)) for token in part[: choose.choice([20, 99])]
+        ]
+        params = greedy(choose.randint(1, 12)) if choose.random() < 0.5 else sampled(number, choose.randint(1, 12))
+        one = request(str(number), prompt, params, n=choose.choice([1, 1, 2]))
+        found.append(replace(one, messages_end=choose.choice([None, len(prompt), len(prompt) - 4])))
+    return found
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_states_equal_those_of_a_plain_loop(seed: int) -> None:
+    choose = random.Random(seed)
+    requests = of_shared_prompts(choose, 8)
+    expected = alone(requests)
+    limits = replace(CACHED, prefill_chunk=choose.choice([1, 7, 64]), max_sequences=choose.choice([3, 16]))
+    engine, layer = engine_of(choose.choice([0, 2, 6]), limits, num_slots=choose.choice([200, 2048]))
+    layer.fails = lambda: choose.random() < 0.05
+    with_answers = [replace(one, prediction=tuple(expected[f"{one.request_id}.0"])) for one in requests]
+    assert run(engine, *with_answers, checked=True) == expected
+    layer.fails = lambda: False
+    assert run(engine, *with_answers, checked=True) == expected  # now with cached prefixes
+    engine.assert_conserved()
+
+
+def conversation(choose: random.Random, turns: int) -> list[tuple[list[int], int]]:
+    """Prompts of a conversation whose template drops thoughts, and what is new in each."""
+
+    def words(count: int) -> list[int]:
+        return [choose.randrange(20, 250) for _ in range(count)]
+
+    history, found, opening = [7, *words(40)], list[tuple[list[int], int]](), [5, 6]
+    new = len(history)
+    for _ in range(turns):
+        message = words(30)
+        history, new = history + message, new + len(message)
+        found.append((history + opening, new + len(opening)))
+        history, new = [*history, *opening, *words(25)], 2 + 25  # what the client sends of the answer
+    return found
+
+
+def test_conversations_read_what_is_new() -> None:
+    choose, (engine, layer) = random.Random(0), engine_of(snapshots=20, num_slots=8192)
+    read = total = 0
+    for turn in zip(*(conversation(choose, 10) for _ in range(4)), strict=True):
+        requests = [
+            replace(request(str(number), prompt, greedy(20)), messages_end=len(prompt) - 2)
+            for number, (prompt, _) in enumerate(turn)
+        ]
+        layer.num_read = 0
+        answers = run(engine, *requests)
+        decoded = sum(map(len, answers.values()))
+        read, total = read + layer.num_read - decoded, total + sum(new for _, new in turn)
+        engine.assert_conserved()
+    assert read <= 1.15 * total
+
+
+def test_questions_behind_one_system_prompt_read_it_twice_at_most() -> None:
+    choose, (engine, layer) = random.Random(1), engine_of(snapshots=12)
+    system, count = [choose.randrange(20, 250) for _ in range(150)], 20
+    prompts = [[*system, *(choose.randrange(20, 250) for _ in range(30)), 5, 6] for _ in range(count)]
+    requests = [
+        replace(request(str(number), prompt, greedy(5)), messages_end=len(prompt) - 2)
+        for number, prompt in enumerate(prompts)
+    ]
+    first = run(engine, *requests[:10], checked=True)  # together: the others wait, and the first leaves a snapshot
+    assert layer.num_read - sum(map(len, first.values())) <= len(system) + 10 * 32
+    layer.num_read = 0
+    for one in requests[10:]:  # one by one
+        run(engine, one, checked=True)
+    assert layer.num_read <= 10 * (32 + 5)
+
+
+def test_what_a_second_text_shares_is_read_twice() -> None:
+    engine, layer = engine_of(snapshots=4)
+    shared, reads = [*next(random_prompts(1, 100, seed=1))], list[int]()
+    for number in range(4):
+        layer.num_read = 0
+        run(engine, request(str(number), [*shared, 30 + number, 9, 9], greedy(1)), checked=True)
+        reads.append(layer.num_read)
+    assert reads == [103, 103, 4, 4]
+
+
+def test_a_text_goes_on_from_its_end() -> None:
+    engine, layer = engine_of(snapshots=4)
+    prompt = [*next(random_prompts(1, 50, seed=1))]
+    answer = run(engine, request("first", prompt, greedy(40)))["first.0"]
+    layer.num_read = 0
+    run(engine, request("next", [*prompt, *answer, 3, 4], greedy(1)), checked=True)
+    assert layer.num_read <= 3 + LIMITS.max_budget
+
+
+def test_pools_have_room_for_states() -> None:
+    layers = (LayerKV(2, 8), SHAPE, replace(SHAPE, heads=0))
+    shape = KVShape(layers, torch.bfloat16)
+    assert shape.bytes_per_state == 4 * (2 * (2 * 24) + 2 * 4 * 4)
+    assert shape.bytes_per_slot == 2 * 2 * 2 * 8
+    limits = EngineLimits(max_model_len=512, max_sequences=4, prefill_chunk=64, max_budget=40, prefix_cache=True)
+    pool_bytes = 1 << 20
+    room = room_for(shape, pool_bytes, limits)
+    assert room.states[:2] == (4, 40)
+    pool = KVPool(shape, room.num_slots, torch.device("cpu"), states=room.states)
+    assert pool.num_bytes <= pool_bytes + 2 * shape.bytes_per_slot
+    assert pool.num_bytes >= pool_bytes - shape.bytes_per_state - 2048 * shape.bytes_per_slot
+    assert room.states.snapshots > 0
+    assert f"states of {room.states.snapshots} prefixes" in room.described
+    assert room_for(shape, pool_bytes, replace(limits, prefix_cache=False)).states.snapshots == 0
+    with pytest.raises(StartupError, match="set kv_cache to at least"):
+        room_for(shape, 1 << 16, limits)
+
+
+def test_a_state_refuses_a_gap() -> None:
+    engine, _ = engine_of()
+    states = engine.table.states
+    assert states is not None
+    states.begin(0, position=5)
+    with pytest.raises(AssertionError, match="has read 5 tokens cannot go on at 7"):
+        states.rows([ExtendRows(0, 7, [1], completes=True)], [0], torch.zeros(1, 0))
