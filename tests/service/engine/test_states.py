@@ -13,6 +13,7 @@ from torch import Tensor
 
 from kernels.recurrence import Convolution, Recurrence, StateRows, advance_states
 from kernels.rows import ExtendRows
+from service.drafter import make_drafter
 from service.engine.budget import FixedBudget
 from service.engine.engine import Engine, EngineLimits
 from service.engine.kv_pool import KVPool, KVShape, LayerKV
@@ -30,7 +31,6 @@ from tests.service.engine.harness import (
     tiny_engine,
     vocabulary_of,
 )
-from tests.service.engine.harness import make_drafter as drafter_of
 from tests.tiny_models import loaded_tiny, random_prompts
 
 VOCAB, HEADS, DIM = 256, 2, 4
@@ -92,7 +92,7 @@ def engine_of(
     states = StateRoom(limits.max_sequences, limits.max_budget, snapshots)
     target.pool = KVPool(KVShape((SHAPE,), torch.float32), num_slots, target.device, states=states)
     target._layers = layer
-    drafts = drafter_of(drafter, target, limits)
+    drafts = make_drafter(drafter, target, limits)
     return Engine(target, limits, vocabulary_of(loaded), drafts, FixedBudget(limits.max_budget)), layer
 
 
