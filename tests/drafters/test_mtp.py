@@ -15,7 +15,6 @@ from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoePreTrainedMode
 
 from drafters import folders as published
 from drafters.network.checkpoint import DrafterError, weights_of
-from kernels import families
 from tests.drafters.network.test_serving_equals_training import assert_equal_blocks
 from tests.drafters.test_published import TEXT, spoken, tapped
 from tests.published_forms import LAYERS, WITH_MODULES, parts_of, with_module
@@ -24,10 +23,7 @@ from tests.tiny_models import stock
 
 @pytest.fixture(autouse=True)
 def read_as_module(monkeypatch: pytest.MonkeyPatch) -> None:
-    """transformers knows GLM's module by the number of its layer, of the published sizes only. Targets of Qwen3.5's
-    kind are not served yet: their families are not in the table."""
-    described = dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), families.qwen3_next)
-    monkeypatch.setattr(families, "FAMILIES", {**described, **families.FAMILIES})
+    """transformers knows GLM's module by the number of its layer, of the published sizes only."""
     monkeypatch.setattr(Glm4MoePreTrainedModel, "_keys_to_ignore_on_load_unexpected", [rf"model\.layers\.{LAYERS}\."])
 
 
