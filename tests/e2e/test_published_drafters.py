@@ -28,6 +28,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
     return {
         "mtp": (mimo(place / "mimo"), None),
         "mtp of experts": (with_module(place / "glm", "glm4_moe"), None),
+        "mtp with gates": (with_module(place / "qwen", "qwen3_5_text"), None),
         "dflash": (qwen, dflash(place / "dflash")),
         "jetspec": (qwen, dflash(place / "jetspec", causal=True)),
         "eagle3": (llama, eagle3(place / "eagle3")),
@@ -52,7 +53,7 @@ def assert_serves(assembly: Assembly, kind: str) -> None:
         assert engine.drafter.num_blocks > 0
 
 
-@pytest.mark.parametrize("kind", ["mtp", "mtp of experts"])
+@pytest.mark.parametrize("kind", ["mtp", "mtp of experts", "mtp with gates"])
 def test_a_targets_own_module_drafts_without_a_path(folders: Folders, kind: str) -> None:
     target, _ = folders[kind]
     assembly = assembled(target, "auto")
@@ -83,7 +84,7 @@ def test_such_a_folder_stays_where_it_lies(folders: Folders) -> None:
         described(folder)
 
 
-@pytest.mark.parametrize("kind", ["mtp", "mtp of experts", "eagle3", "dflash", "specblock"])
+@pytest.mark.parametrize("kind", ["mtp", "mtp of experts", "mtp with gates", "eagle3", "dflash", "specblock"])
 def test_it_learns_while_it_serves(folders: Folders, kind: str, tmp_path: Path) -> None:
     target, folder = folders[kind]
     assembly = assembled(target, "auto", drafter_path=folder)
