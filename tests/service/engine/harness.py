@@ -26,6 +26,7 @@ from service.engine.requests import (
 )
 from service.engine.sampling import EAGER_SAMPLER, SamplingRows, SamplingState, transformed
 from service.engine.sequence import Sequence as RunningSequence
+from service.engine.states import StateRoom
 from service.engine.stats import StepStats
 from service.engine.target import Target
 from service.engine.waiting import WaitingQueue
@@ -34,6 +35,7 @@ from service.text.tokenizer import ChatTokenizer
 from tests.tiny_models import loaded_tiny
 
 NUM_SLOTS = 2048
+STATES = StateRoom(sequences=16, nodes=64, snapshots=6)
 LIMITS = EngineLimits(max_model_len=512, max_sequences=8, prefill_chunk=64, max_budget=12)
 
 
@@ -93,7 +95,7 @@ class Generated:
 def tiny_target(
     loaded: LoadedModel, num_slots: int = NUM_SLOTS, tap_layers: tuple[int, ...] = (), *, num_places: int | None = None
 ) -> Target:
-    pool = KVPool(loaded.kv_shape, num_slots, loaded.model.device)
+    pool = KVPool(loaded.kv_shape, num_slots, loaded.model.device, states=STATES)
     target = Target(loaded.model, pool, tap_layers=tap_layers)
     if num_places is not None:
         target.pool = KVPool(loaded.kv_shape, num_slots, loaded.model.device, num_places=num_places)

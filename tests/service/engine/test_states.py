@@ -1,10 +1,12 @@
 """States of recurrent layers in the engine: whatever chunks, trees, company, preemptions, failures and cached prefixes
 a text meets, its states equal those of a plain loop over its tokens, and none is lost."""
 
+import copy
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,11 +19,13 @@ from service.drafter import make_drafter
 from service.engine.budget import FixedBudget
 from service.engine.engine import Engine, EngineLimits
 from service.engine.kv_pool import KVPool, KVShape, LayerKV
+from service.engine.measuring import rows_are_independent
 from service.engine.memory_planner import room_for
 from service.engine.requests import GenerationRequest
 from service.engine.scheduler import Scheduled
 from service.engine.states import StateRoom, StateShape
 from service.errors import StartupError
+from tests.conformance.checkpoints import CHECKPOINTS, Checkpoint, made, save
 from tests.service.engine.harness import (
     LIMITS,
     ask,
@@ -31,7 +35,7 @@ from tests.service.engine.harness import (
     tiny_engine,
     vocabulary_of,
 )
-from tests.tiny_models import loaded_tiny, random_prompts
+from tests.tiny_models import load, loaded_tiny, random_prompts
 
 VOCAB, HEADS, DIM = 256, 2, 4
 SHAPE = StateShape(kernel=3, columns=3 * HEADS * DIM, heads=HEADS, key_dim=DIM, value_dim=DIM, input_columns=28)
@@ -157,6 +161,26 @@ def test_states_equal_those_of_a_plain_loop(seed: int) -> None:
     layer.fails = lambda: False
     assert run(engine, *with_answers, checked=True) == expected  # now with cached prefixes
     engine.assert_conserved()
+
+
+RECURRENT = [one for one in CHECKPOINTS if one.family in ("Qwen3-Next", "Qwen3.5", "LFM2", "Granite 4")]
+
+
+@pytest.mark.parametrize("checkpoint", RECURRENT, ids=str)
+def test_texts_of_recurrent_models_are_those_of_plain_decoding(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    loaded, choose = load(save(made(checkpoint), tmp_path)), random.Random(str(checkpoint))
+    requests, expected = of_shared_prompts(choose, 6), dict[str, list[int]]()
+    plain, shared = (copy.deepcopy(loaded.model) for _ in range(2))
+    one_by_one = tiny_engine(replace(loaded, model=plain), limits=replace(LIMITS, max_budget=0), drafter="none")
+    for one in requests:
+        expected |= run(one_by_one, one)
+    limits = replace(CACHED, prefill_chunk=choose.choice([5, 64]), max_model_len=512)
+    engine = tiny_engine(replace(loaded, model=shared), limits=limits, drafter="memory+random", num_slots=400)
+    assert rows_are_independent(engine.target)
+    with_answers = [replace(one, prediction=tuple(expected[f"{one.request_id}.0"])) for one in requests]
+    for _ in range(2):
+        assert run(engine, *with_answers) == expected
+        engine.assert_conserved()
 
 
 def conversation(choose: random.Random, turns: int) -> list[tuple[list[int], int]]:
