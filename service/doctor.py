@@ -122,8 +122,10 @@ def _memory(config: ServiceConfig) -> str:
     taken = check_free_memory(sum(map(_weight_bytes, loaded)), pool_bytes)
     text = _target(config).config.get_text_config()
     limits = limits_of(config, text.max_position_embeddings)
-    room = room_for(KVShape(kv_layers(text), dtype_of(config, device)), pool_bytes, limits)
-    return f"{taken}; the KV cache holds {room.described}"
+    shape = KVShape(kv_layers(text), dtype_of(config, device))
+    room = room_for(shape, pool_bytes, limits)
+    states = f", {shape.state_bytes(room.states) / GIB:.2f} GiB" if shape.bytes_per_state else ""
+    return f"{taken}; the KV cache holds {room.described}{states}"
 
 
 def _weight_bytes(model: str) -> int:

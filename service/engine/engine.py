@@ -162,6 +162,7 @@ class Engine:
     @property
     def load(self) -> LoadStats:
         """Numbers of running and waiting sequences and of used slots, for metrics."""
+        states = self.table.states
         return LoadStats(
             num_running=len(self.scheduler.running),
             num_waiting=self.scheduler.queue.num_sequences,
@@ -169,6 +170,7 @@ class Engine:
             slots_total=self.slots.capacity,
             places_used=self.scheduler.num_seen,
             places_total=0 if self.slots.windows is None else self.slots.windows.places.capacity,
+            snapshots=0 if states is None else len(states.snapshots) - len(states.free),
         )
 
     def submit(self, body: Submission) -> None:

@@ -91,7 +91,7 @@ class KVRoom(NamedTuple):
     def described(self) -> str:
         """Describe the numbers for the log."""
         places = "" if self.num_places is None else f" ({self.num_places - 1} in layers with a window)"
-        snapshots = "" if self.states is ONE_PROMPT else f", and states of {self.states.snapshots} prefixes"
+        snapshots = "" if self.states is ONE_PROMPT else f", and {self.states.described}"
         return f"{self.num_slots - 1} tokens{places}{snapshots}"
 
 

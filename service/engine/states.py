@@ -53,6 +53,11 @@ class StateRoom(NamedTuple):
         """Number of working states."""
         return 2 * self.sequences
 
+    @property
+    def described(self) -> str:
+        """Describe the numbers for the log."""
+        return f"states of {self.sequences} sequences and {self.snapshots} prefixes"
+
     def layer(self, shape: StateShape, dtype: torch.dtype, device: torch.device) -> LayerStates:
         """Allocate the states of a layer, all zeros. `dtype`: type of activations."""
         states, columns = 1 + self.num_working + self.snapshots, shape.input_columns

@@ -17,6 +17,7 @@ class LoadStats:
     slots_total: int
     places_used: int = 0  # places of slots in layers with a window that running sequences still see
     places_total: int = 0  # 0 if these layers keep all slots
+    snapshots: int = 0  # cached prefixes with a snapshot of the states of recurrent layers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -171,6 +171,7 @@ SLOTS: Final[Table[LoadStats]] = (
         },
         ("all:used", "all:total", "window:used", "window:total"),
     ),
+    Gauge("prefix_states", "Cached prefixes with a snapshot of the states of recurrent layers.", lambda s: s.snapshots),
 )
 
 FINISH: Final[Table[FinishStats]] = (

@@ -246,8 +246,17 @@ def test_a_text_goes_on_from_its_end() -> None:
     prompt = [*next(random_prompts(1, 50, seed=1))]
     answer = run(engine, request("first", prompt, greedy(40)))["first.0"]
     layer.num_read = 0
+    assert engine.load.snapshots == 1
     run(engine, request("next", [*prompt, *answer, 3, 4], greedy(1)), checked=True)
     assert layer.num_read <= 3 + LIMITS.max_budget
+
+
+def test_messages_end_before_the_generation_prompt() -> None:
+    tokenizer = vocabulary_of(loaded_tiny("llama")).tokenizer
+    turns = [{"role": role, "content": role} for role in ("user", "assistant", "user")]
+    ids = tokenizer.render_chat(turns)
+    assert tokenizer.messages_end(ids) == len(tokenizer.render_chat(turns, add_generation_prompt=False)) < len(ids)
+    assert tokenizer.messages_end([3, 4]) is None
 
 
 def test_pools_have_room_for_states() -> None:
@@ -263,7 +272,7 @@ def test_pools_have_room_for_states() -> None:
     assert pool.num_bytes <= pool_bytes + 2 * shape.bytes_per_slot
     assert pool.num_bytes >= pool_bytes - shape.bytes_per_state - 2048 * shape.bytes_per_slot
     assert room.states.snapshots > 0
-    assert f"states of {room.states.snapshots} prefixes" in room.described
+    assert f"states of 4 sequences and {room.states.snapshots} prefixes" in room.described
     assert room_for(shape, pool_bytes, replace(limits, prefix_cache=False)).states.snapshots == 0
     with pytest.raises(StartupError, match="set kv_cache to at least"):
         room_for(shape, 1 << 16, limits)
