@@ -23,6 +23,7 @@ from service.engine.gguf_families import (
     Values,
 )
 from service.engine.gguf_reader import GGUFFile, GGUFTensor
+from service.errors import StartupError
 
 _DELTA = HEAD_NORMS | POST_NORM | {"attn_qkv": "linear_attn.in_proj_qkv", "attn_gate": "linear_attn.in_proj_z"}
 _DELTA |= {"ssm_beta": "linear_attn.in_proj_b", "ssm_alpha": "linear_attn.in_proj_a", "ssm_out": "linear_attn.out_proj"}
@@ -114,69 +115,76 @@ def _most(heads: int | list[int]) -> int:
 
 
 def tensors_of(file: GGUFFile, config: PreTrainedConfig) -> Iterator[tuple[str, GGUFTensor]]:
-    """Iterate over the tensors of a file, those of recurrent layers in transformers' layout. Raises ValueError for
-    halves of a gate in different formats."""
-    layout = _FileLayout(config, file.architecture)
+    """Iterate over the tensors of a file, those of recurrent layers in transformers' layout. Raises StartupError for
+    tensors that have none."""
+    if file.architecture not in RECURRENT:
+        yield from file.tensors.items()
+        return
+    layout = _FileLayout(config, file)
     for name, tensor in file.tensors.items():
-        (block, _, own), layer = name.rpartition(".")[0].rpartition("."), name
-        kind = name.rpartition(".")[2]
-        if name.endswith("ssm_a"):
-            block, own, kind = name.removesuffix(".ssm_a"), "ssm_a", "weight"
-        if name.endswith("ssm_d"):
-            block, own, kind = name.removesuffix(".ssm_d"), "ssm_d", "weight"
-        if file.architecture not in RECURRENT or not block.startswith("blk."):
-            yield layer, tensor
-        elif own == "ssm_ba":
-            yield from layout.parted(block, tensor)
-        elif file.architecture == "granitehybrid" and own in ("ffn_gate", "ffn_up", "ffn_gate_shexp", "ffn_up_shexp"):
-            if "gate" in own:
-                up = file.tensors[name.replace("ffn_gate", "ffn_up")]
-                yield f"{block}.ffn_gate_up.weight", _joined(tensor, up)
-        else:
-            yield f"{block}.{own}.{kind}", layout.of(own, tensor)
-
-
-def _joined(gate: GGUFTensor, up: GGUFTensor) -> GGUFTensor:
-    if gate.kind != up.kind:
-        raise ValueError(f"gate and up rows of a feed-forward are in {gate.kind.name} and {up.kind.name}")
-    shape = (gate.shape[0] + up.shape[0], gate.shape[1])
-    return GGUFTensor(shape, gate.kind, np.concatenate((gate.data, up.data)))
+        try:
+            yield from layout.of(name, tensor)
+        except (ArithmeticError, IndexError, ValueError) as error:
+            raise StartupError(f"{file.path.name}: tensor {name!r} cannot be used: {error}") from error
 
 
 class _FileLayout:
     """Where transformers has the rows and columns of a file's tensors."""
 
-    def __init__(self, config: PreTrainedConfig, architecture: str) -> None:
-        self._turned = architecture in ("qwen35", "qwen35moe")
+    def __init__(self, config: PreTrainedConfig, file: GGUFFile) -> None:
+        self._tensors, self._turned = file.tensors, file.architecture in ("qwen35", "qwen35moe")
+        self._joins = file.architecture == "granitehybrid"
         self._heads = getattr(config, "linear_num_key_heads", 1), getattr(config, "linear_num_value_heads", 1)
         self._dims = getattr(config, "linear_key_head_dim", 1), getattr(config, "linear_value_head_dim", 1)
 
-    def of(self, name: str, tensor: GGUFTensor) -> GGUFTensor:
-        """Convert one tensor; `name`: without block and kind."""
+    def of(self, name: str, tensor: GGUFTensor) -> Iterator[tuple[str, GGUFTensor]]:
+        """Convert one tensor. Raises ValueError if the other half of a gate is missing or has another format."""
+        place, _, kind = name.rpartition(".")
+        if kind not in ("weight", "bias"):  # decays and skips have names without a kind
+            place, kind = name, "weight"
+        block, _, own = place.rpartition(".")
+        if own == "ssm_ba":
+            yield from self._parted(block, tensor)
+        elif self._joins and own in ("ffn_gate", "ffn_gate_shexp"):
+            yield f"{block}.ffn_gate_up.{kind}", self._joined(tensor, name.replace("ffn_gate", "ffn_up"))
+        elif not (self._joins and own in ("ffn_up", "ffn_up_shexp")):
+            yield f"{place}.{kind}", self._sorted(own, tensor)
+
+    def _joined(self, gate: GGUFTensor, name: str) -> GGUFTensor:
+        up = self._tensors.get(name)
+        if up is None or (up.kind, up.shape) != (gate.kind, gate.shape):
+            raise ValueError(f"{name} is missing, or has another shape or type")
+        return GGUFTensor((2 * gate.shape[0], *gate.shape[1:]), gate.kind, np.concatenate((gate.data, up.data)))
+
+    def _parted(self, block: str, tensor: GGUFTensor) -> Iterator[tuple[str, GGUFTensor]]:
+        """Part the rows of b and a, which are together by key heads."""
+        keys, heads = self._heads
+        rows = tensor.data.reshape(keys, 2, heads // keys, *tensor.data.shape[1:])
+        for part, name in enumerate(("ssm_beta", "ssm_alpha")):
+            data = rows[:, part].reshape(heads, *tensor.data.shape[1:])
+            yield f"{block}.{name}.weight", GGUFTensor((heads, *tensor.shape[1:]), tensor.kind, data)
+
+    def _sorted(self, name: str, tensor: GGUFTensor) -> GGUFTensor:
+        """Sort rows or columns; `name`: without block and kind."""
         if name == "ssm_a":
-            logs = np.log(-dequantize(tensor.data, tensor.kind).astype(np.float32))
-            tensor = GGUFTensor(tensor.shape, GGMLQuantizationType.F32, logs)
+            decays = dequantize(tensor.data, tensor.kind).astype(np.float32)
+            if not (decays < 0).all():
+                raise ValueError("decays are not negative")
+            tensor = GGUFTensor(tensor.shape, GGMLQuantizationType.F32, np.log(-decays))
         if name == "ssm_norm":  # Mamba-2's are apart by groups
             tensor = tensor._replace(shape=(tensor.data.size,), data=tensor.data.reshape(-1))
         if not self._turned:
             return tensor
-        if name in ("ssm_a", "ssm_dt", "ssm_alpha", "ssm_beta"):
-            return tensor._replace(data=tensor.data[self._value_order(1)])
-        if name == "attn_gate":
-            return tensor._replace(data=tensor.data[self._value_order(self._dims[1])])
+        if name == "ssm_out":
+            return tensor._replace(columns=self._value_order(self._dims[1]))
         if name in ("attn_qkv", "ssm_conv1d"):
             keys = 2 * self._heads[0] * self._dims[0]
             order = np.concatenate((np.arange(keys), keys + self._value_order(self._dims[1])))
-            return tensor._replace(data=tensor.data[order])
-        return tensor._replace(columns=self._value_order(self._dims[1])) if name == "ssm_out" else tensor
-
-    def parted(self, block: str, tensor: GGUFTensor) -> Iterator[tuple[str, GGUFTensor]]:
-        """Part the rows of b and a, which are together by key heads."""
-        heads = self._heads[1]
-        rows = tensor.data.reshape(self._heads[0], 2, heads // self._heads[0], *tensor.data.shape[1:])
-        for part, name in enumerate(("ssm_beta", "ssm_alpha")):
-            data = rows[:, part].reshape(heads, *tensor.data.shape[1:])
-            yield f"{block}.{name}.weight", GGUFTensor((heads, *tensor.shape[1:]), tensor.kind, data)
+        elif name in ("ssm_a", "ssm_dt", "ssm_alpha", "ssm_beta", "attn_gate"):
+            order = self._value_order(self._dims[1] if name == "attn_gate" else 1)
+        else:
+            return tensor
+        return tensor._replace(data=tensor.data[order])
 
     def _value_order(self, dim: int) -> NDArray[np.int64]:
         """Places in the file of the rows of all value heads, key head by key head. # -> [value heads * dim]"""

@@ -301,10 +301,11 @@ def weights_of(module: nn.Module) -> dict[str, Weight | QuantisedStack]:
 
 
 def keeps_blocks(model: nn.Module) -> bool:
-    """Whether all linear layers but routers, embeddings and experts are kept in quantised blocks."""
+    """Whether all linear layers but routers and gates of shared experts, all embeddings and all experts are kept in
+    quantised blocks."""
     dense = nn.Linear | nn.Embedding
     return not any(
-        (isinstance(module, dense) and ".router." not in name)
+        (isinstance(module, dense) and ".router." not in name and not name.endswith("shared_expert_gate"))
         or (is_experts(module) and not isinstance(module, QuantisedExperts))
         for name, module in model.named_modules()
     )

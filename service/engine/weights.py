@@ -346,7 +346,7 @@ def kv_shape(model: PreTrainedModel) -> KVShape:
     heads that are too large for the CPU kernels."""
     config = model.config.get_text_config()
     shape = KVShape(kv_layers(config), model.dtype)
-    head_dim = max(layer.dim for layer in shape.attending)
+    head_dim = max((layer.dim for layer in shape.attending), default=0)
     if model.device.type == "cpu" and library.variant() is not None and head_dim > library.MOST_DIM:
         raise StartupError(
             f"model type {config.model_type!r} has heads of {head_dim} dimensions, the CPU kernels support at most "

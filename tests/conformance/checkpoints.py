@@ -348,7 +348,7 @@ def _vector(name: str, noise: Tensor, gain: float, config: PreTrainedConfig) -> 
     be its own likeliest successor."""
     of_scores = any(part in name for part in ("q_proj", "k_proj", "q_norm", "k_norm", "q_layernorm", "k_layernorm"))
     if "A_log" in name or "dt_bias" in name:
-        return 2.0 * noise if "bias" in name else noise - 2.0  # texts are remembered for some tens of tokens
+        return noise if "bias" in name else noise - 2.0  # texts are remembered for some tens of tokens
     if name.endswith("bias"):
         return 0.5 * noise * (gain if of_scores else 1.0)
     if "sinks" in name:
