@@ -15,8 +15,8 @@ from tests.conformance.measures import small
 from tests.service.bench.parts import settings_for
 from tests.tiny_models import random_prompts
 
-QUICK = ("Gemma 4, per-layer embeddings", "gpt-oss", "GLM-4.5, Air", "Ministral 3")
-"""Families whose layers differ most: in heads and windows, sinks, experts, positions."""
+QUICK = ("Gemma 4, per-layer embeddings", "gpt-oss", "GLM-4.5, Air", "Ministral 3", "LFM2", "Qwen3.5")
+"""Families whose layers differ most: in heads and windows, sinks, experts, positions, states."""
 TOKENS = 24
 
 
