@@ -45,7 +45,7 @@ def settings_for(folder: Path, dtype: str = "float32") -> ServiceConfig:
             "device": "cpu",
             "threads": 1,
             "max_model_len": 256,
-            "kv_cache": "32MiB",
+            "kv_cache": "64MiB",
             "state_dir": folder / "state",
         }
     )
