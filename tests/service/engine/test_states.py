@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kernels.recurrence import Convolution, Recurrence, StateRows, advance_states
 from kernels.rows import ExtendRows
-from service.drafter import make_drafter
+from service.drafter import draft_model_of, make_drafter
 from service.engine.budget import FixedBudget
 from service.engine.engine import Engine, EngineLimits
 from service.engine.kv_pool import KVPool, KVShape, LayerKV
@@ -163,6 +163,28 @@ def test_states_equal_those_of_a_plain_loop(seed: int) -> None:
     engine.assert_conserved()
 
 
+@pytest.mark.parametrize("snapshots", [1, 6])
+def test_aborted_and_preempted_texts_lose_no_state(snapshots: int) -> None:
+    choose, texts, aborted = random.Random(snapshots), dict[str, list[int]](), set[str]()
+    requests = of_shared_prompts(choose, 10)
+    engine, _ = engine_of(snapshots, num_slots=400)
+    for one in requests:
+        ask(engine, one)
+    while not engine.idle:
+        for output in engine.step().outputs:
+            texts.setdefault(f"{output.request_id}.{output.index}", []).extend(output.token_ids)
+        if engine.scheduler.running and choose.random() < 0.2:
+            engine.scheduler.preempt(choose.choice(engine.scheduler.running))
+        if choose.random() < 0.05:
+            aborted.add(choose.choice(requests).request_id)
+            engine.abort(*aborted)
+        check_states(engine)
+    kept = {name: text for name, text in texts.items() if name.partition(".")[0] not in aborted}
+    assert kept == {name: text for name, text in alone(requests).items() if name in kept}
+    engine.scheduler.forget_prefixes()
+    assert engine.load.snapshots == 0
+
+
 RECURRENT = [one for one in CHECKPOINTS if one.family in ("Qwen3-Next", "Qwen3.5", "LFM2", "Granite 4")]
 
 
@@ -197,6 +219,12 @@ def conversation(choose: random.Random, turns: int) -> list[tuple[list[int], int
         found.append((history + opening, new + len(opening)))
         history, new = [*history, *opening, *words(25)], 2 + 25  # what the client sends of the answer
     return found
+
+
+def test_a_draft_model_with_states_is_refused(tmp_path: Path) -> None:
+    loaded = load(save(made(RECURRENT[0]), tmp_path))
+    with pytest.raises(StartupError, match="the draft model small has recurrent layers"):
+        draft_model_of(loaded, loaded, name="small", max_model_len=64)
 
 
 def prompt_tokens_read(engine: Engine, requests: Sequence[GenerationRequest]) -> int:
