@@ -108,7 +108,7 @@ class Ops:
 _ROWS = 4096  # rows of a weight that are held as float32 at a time while it is quantised
 
 _MODULES = {
-    "cpu": ("entries", "experts", "growth", "layers", "steps", "tree_attention", "trees"),
+    "cpu": ("entries", "experts", "growth", "layers", "recurrence", "steps", "tree_attention", "trees"),
     "triton": (
         "experts",
         "joint_tree",

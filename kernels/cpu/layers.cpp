@@ -11,21 +11,10 @@ namespace {
 
 constexpr int64_t FEW = 1 << 11;  // elements below which helpers cost more than they save
 
-constexpr int VECTORS = 16 / LANES;  // squares are added up in 16 parts, whatever a register holds
-
 // 1 / sqrt(mean(x^2) + epsilon)
 template <class T>
 float norm_scale(const T* x, float epsilon, int64_t width) {
-    Vec sums[VECTORS] = {};
-    for (int64_t first = 0; first < width; first += 16)
-        for (int v = 0; v < VECTORS; v++) {
-            const int64_t i = first + v * LANES;
-            const Vec values = load_end(x + i, std::max<int64_t>(0, width - i));
-            sums[v] = sums[v] + values * values;
-        }
-    float total = 0;
-    for (int i = 0; i < 16; i++) total += sums[i / LANES][i % LANES];
-    return 1.0f / std::sqrt(total / float(width) + epsilon);
+    return 1.0f / std::sqrt(square_sum(x, width) / float(width) + epsilon);
 }
 
 // y = weight * round(x * scale), or with an offset (offset + weight) * x * scale, rounded once
@@ -47,10 +36,8 @@ Vec gated(Vec gate, Vec up, float limit) {
         up = up > limit ? splat(limit) : up < -limit ? splat(-limit) : up;
         s = 1.702f * gate;
     }
-    Vec e = exp2_of((Vec)((IVec)s | INT32_MIN) * 1.44269504f);  // exp(-|s|)
-    if (ACTIVATION == SIGMOID) gate = splat(1.0f);
-    Vec opened = gate * (s < 0.0f ? e : splat(1.0f)) / (1.0f + e);
-    return ACTIVATION == CLAMPED_SWIGLU ? opened * (up + 1.0f) : rounded<T>(opened) * up;
+    const Vec product = opened(ACTIVATION == SIGMOID ? splat(1.0f) : gate, s);
+    return ACTIVATION == CLAMPED_SWIGLU ? product * (up + 1.0f) : rounded<T>(product) * up;
 }
 
 template <int ACTIVATION, class T>

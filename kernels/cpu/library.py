@@ -66,14 +66,14 @@ class CStruct(bytes):
         return self
 
 
-def remembered(build: Callable[[Any], CStruct]) -> Callable[[Any], CStruct]:
-    """Cache the C structures of objects whose tensors never move, for the last few objects."""
+def remembered(build: Callable[[Any], CStruct], most: int = 4) -> Callable[[Any], CStruct]:
+    """Cache the C structures of objects whose tensors never move, for the last objects, `most` at a time."""
     kept: dict[int, tuple[object, CStruct]] = {}
 
     def structure_of(value: object) -> CStruct:
         found = kept.get(id(value))  # ids are unique, because kept objects stay alive
         if found is None:
-            if len(kept) == _MOST_REMEMBERED:
+            if len(kept) == most:
                 kept.clear()
             found = kept[id(value)] = value, build(value)
         return found[1]
@@ -92,7 +92,7 @@ def kept(build: Callable[..., Made]) -> Callable[..., Made]:
     return kept_of
 
 
-_MOST_REMEMBERED, _MOST_KEPT = 4, 256
+_MOST_KEPT = 256
 _PASSED_AS_THEY_ARE = frozenset((int, bool, float, bytes, CStruct, type(None)))
 
 

@@ -30,7 +30,7 @@ struct bf16 {
     uint16_t bits;
 };
 
-static inline Vec splat(float x) { return Vec{} + x; }
+static inline Vec splat(float x) { return x - Vec{}; }  // x - 0 is x, which compilers know; 0 + x is not for -0
 
 static inline float to_float(float x) { return x; }
 static inline float to_float(bf16 x) {
@@ -125,6 +125,28 @@ static inline Vec exp2_of(Vec x) {
     y = y * part + 1.0f;
     IVec power = (__builtin_convertvector(whole, IVec) + 127) << 23;
     return (Vec)((IVec)(y * (Vec)power) & (IVec)(x > -126.0f));
+}
+
+// x / (1 + exp(-s))
+static inline Vec opened(Vec x, Vec s) {
+    Vec e = exp2_of((Vec)((IVec)s | INT32_MIN) * 1.44269504f);  // exp(-|s|)
+    return x * (s < 0.0f ? e : splat(1.0f)) / (1.0f + e);
+}
+
+// Of x^2, in 16 parts, whatever a register holds.
+template <class T>
+static inline float square_sum(const T* x, int64_t width) {
+    constexpr int VECTORS = 16 / LANES;
+    Vec sums[VECTORS] = {};
+    for (int64_t first = 0; first < width; first += 16)
+        for (int v = 0; v < VECTORS; v++) {
+            const int64_t i = first + v * LANES;
+            const Vec values = load_end(x + i, width > i ? width - i : 0);
+            sums[v] = fused(values, values, sums[v]);
+        }
+    float total = 0;
+    for (int i = 0; i < 16; i++) total += sums[i / LANES][i % LANES];
+    return total;
 }
 
 // A forward reads each weight once. AMD's non-temporal prefetches keep weights from pushing out of the caches what the rest

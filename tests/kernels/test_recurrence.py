@@ -3,6 +3,7 @@ results against transformers and between implementations."""
 
 import random
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -16,6 +17,7 @@ from transformers.models.qwen3_next import modeling_qwen3_next as qwen
 from kernels.cpu.library import use_threads
 from kernels.ops import REFERENCE, Ops
 from kernels.recurrence import Convolution, LayerStates, Recurrence, StateRows
+from tests.kernels.conftest import BUILDS, of_build
 from tests.kernels.random_walks import Tree
 
 ROW_TYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -296,3 +298,21 @@ def test_the_gated_norm_equals_transformers(on_cpu: Ops, gate_first: bool, dtype
             for i in range(30)
         ]
         assert torch.equal(torch.cat(alone), found)
+
+
+@ROW_TYPES
+def test_every_build_for_x86_gives_the_same_bits(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = list[list[Tensor]]()
+    for build in (name for name in BUILDS if not name.startswith("neon")):
+        for ops in of_build(build, monkeypatch):
+            results = list[Tensor]()
+            for form in LAYERS.values():
+                states, given = form.states(dtype), drawn(9, form.input_columns, dtype=dtype)
+                results += advance(ops, form, states, [Part(0, 1, given[:5], given[5:], [-1, 0, 0, -1], [])])[0]
+                results += (value[1] for value in states[:2] if value is not None)
+            norm = partial(ops.gated_rms_norm, gate_first=True, groups=3)
+            results.append(
+                norm(drawn(4, 60, dtype=dtype), drawn(4, 60, seed=1, dtype=dtype), drawn(60, dtype=dtype), 1e-5)
+            )
+            found.append(results)
+    assert all(torch.equal(a, b) for other in found[1:] for a, b in zip(found[0], other, strict=True))
