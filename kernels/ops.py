@@ -115,6 +115,7 @@ _MODULES = {
         "layers",
         "memory",
         "rank_features",
+        "recurrence",
         "sample",
         "settle",
         "tree_attention",

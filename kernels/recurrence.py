@@ -30,7 +30,7 @@ class StateRows(NamedTuple):
     order of their extend rows; see `kernels.rows`."""
 
     source: Tensor  # [sequences] int64, index of the state to begin with
-    target: Tensor  # [sequences] int64, index of the state after the extend rows; 0: it is not kept
+    target: Tensor  # [sequences] int64, another index, of the state after the extend rows; 0: none is kept
     replayed: Tensor  # [sequences, depth] int64, numbers of the last step's accepted nodes, in the order of the path
     num_replayed: Tensor  # [sequences] int64
     extend_start: Tensor  # [sequences + 1] int64, first extend row of each sequence
@@ -80,9 +80,8 @@ def advance_states(
     width = convolution.weight.shape[0] if recurrence is None else recurrence.heads * recurrence.value_dim
     y = inputs.new_zeros(inputs.shape[0], width)
     given = inputs[:, : states.drafted.shape[2]]
-    starts = zip(*(column.tolist() for column in (rows.extend_start, rows.node_start)), strict=True)  # planned transfer
-    indices = zip(*(column.tolist() for column in (rows.source, rows.target)), strict=True)  # planned transfer
-    bounds = [*starts]
+    bounds = torch.stack((rows.extend_start, rows.node_start), 1).tolist()  # planned transfer
+    indices = torch.stack((rows.source, rows.target), 1).tolist()  # planned transfer
     for number, (source, target) in enumerate(indices):
         (extend, node), (extend_end, node_end) = bounds[number : number + 2]
         state = _State(states.tail[source], None if states.matrix is None else states.matrix[source])
@@ -149,8 +148,7 @@ def _advanced(mixed: Tensor, gates: Tensor, matrix: Tensor, recurrence: Recurren
 
 def _of_heads(part: Tensor, recurrence: Recurrence) -> Tensor:
     """# [key_heads * key_dim] -> [heads, key_dim]"""
-    shared = recurrence.heads // recurrence.key_heads
-    return part.view(recurrence.key_heads, -1).repeat_interleave(shared, 0)
+    return part.view(recurrence.key_heads, -1).repeat_interleave(recurrence.heads // recurrence.key_heads, 0)
 
 
 def _normed(x: Tensor) -> Tensor:

@@ -189,6 +189,7 @@ struct Step {
 
 __attribute__((noinline)) void apply(const Step& row, int64_t key_dim, const float* from, float* to, float* y) {
     const int64_t whole = key_dim / CHAINS * CHAINS;
+    const float *query = row.query, *key = row.key;
     const Vec kept = splat(row.kept);
     Vec sums[CHAINS][VECTORS] = {}, added[VECTORS];
     if (row.corrects) {
@@ -197,10 +198,10 @@ __attribute__((noinline)) void apply(const Step& row, int64_t key_dim, const flo
             for (int c = 0; c < CHAINS; c++)
 #pragma GCC unroll 4
                 for (int v = 0; v < VECTORS; v++)
-                    sums[c][v] = fused(splat(row.key[i + c]), load(from + (i + c) * TILE + v * LANES), sums[c][v]);
+                    sums[c][v] = fused(splat(key[i + c]), load(from + (i + c) * TILE + v * LANES), sums[c][v]);
         for (int64_t i = whole; i < key_dim; i++)
             for (int v = 0; v < VECTORS; v++)
-                sums[0][v] = fused(splat(row.key[i]), load(from + i * TILE + v * LANES), sums[0][v]);
+                sums[0][v] = fused(splat(key[i]), load(from + i * TILE + v * LANES), sums[0][v]);
     }
     for (int v = 0; v < VECTORS; v++) {
         const Vec said = (sums[0][v] + sums[1][v]) + (sums[2][v] + sums[3][v]);
@@ -213,16 +214,16 @@ __attribute__((noinline)) void apply(const Step& row, int64_t key_dim, const flo
 #pragma GCC unroll 4
             for (int v = 0; v < VECTORS; v++) {
                 const int64_t at = (i + c) * TILE + v * LANES;
-                const Vec state = fused(splat(row.key[i + c]), added[v], kept * load(from + at));
+                const Vec state = fused(splat(key[i + c]), added[v], kept * load(from + at));
                 store(to + at, state);
-                sums[c][v] = fused(splat(row.query[i + c]), state, sums[c][v]);
+                sums[c][v] = fused(splat(query[i + c]), state, sums[c][v]);
             }
     for (int64_t i = whole; i < key_dim; i++)
         for (int v = 0; v < VECTORS; v++) {
             const int64_t at = i * TILE + v * LANES;
-            const Vec state = fused(splat(row.key[i]), added[v], kept * load(from + at));
+            const Vec state = fused(splat(key[i]), added[v], kept * load(from + at));
             store(to + at, state);
-            sums[0][v] = fused(splat(row.query[i]), state, sums[0][v]);
+            sums[0][v] = fused(splat(query[i]), state, sums[0][v]);
         }
     for (int v = 0; v < VECTORS; v++) {
         const Vec sum = (sums[0][v] + sums[1][v]) + (sums[2][v] + sums[3][v]);

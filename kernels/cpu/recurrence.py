@@ -19,6 +19,7 @@ def advance_states(
 ) -> Tensor:
     """Same as the reference op. # inputs [rows, at least input columns] -> [rows, heads * value_dim or columns]"""
     assert inputs.stride(1) == 1, "columns lie side by side"
+    assert all(value is None or value.is_contiguous() for value in states), "states are changed in place"
     assert rows.parents.shape[1] <= states.drafted.shape[1], "there is a place for the inputs of every node"
     width, prepared = convolution.weight.shape[0], None
     if recurrence is not None:

@@ -28,6 +28,7 @@ from kernels.tree_attention import MAX_NODES
 from kernels.trees import DraftTree
 from kernels.triton.settle import accept, commit_slots
 from kernels.triton.trees import correct_survival
+from tests.kernels import test_recurrence as recurrent
 from tests.kernels.attention_parts import Heads, Part, Vectors, attend
 
 _POINTERS = {
@@ -122,6 +123,7 @@ def launch_everything(dtype: torch.dtype) -> None:
         part = Part(text, 39, 40, nodes, [-1, 0])
         attend([part], heads, DEVICE.plan_attention, dtype=dtype, query_dtype=dtype, sinks=sinks)
     _launch_layer(dtype)
+    _launch_states(dtype)
     logits, zeros = torch.randn(2, 3000).to(dtype), torch.zeros(2, dtype=torch.int64)
     for filters in (None, Filters(zeros.float(), zeros, zeros.double())):
         DEVICE.sample(logits, zeros, zeros, zeros.float(), filters)
@@ -168,6 +170,18 @@ def _launch_layer(dtype: torch.dtype) -> None:
     part = angles[:, :64].contiguous()
     DEVICE.rotary_store(joined, RotaryRows(part, part, angles[:, 0].contiguous()), slots, pool, layers.Heads(32))
     DEVICE.rotary_store(joined, None, slots, pool, layers.Heads(32, (angles[0], angles[0]), 1e-5, 1.0))
+
+
+def _launch_states(dtype: torch.dtype) -> None:
+    """Layers with recurrent states, in the sizes of their families."""
+    shapes = ("delta", 16, 32, 128, 128), ("mamba", 1, 48, 128, 64), ("convolution",)
+    for form in (recurrent.layer(*shape) for shape in shapes):
+        extend = torch.zeros(2, form.input_columns, dtype=dtype)
+        part = recurrent.Part(0, 1, extend, extend, [-1, 0], [])
+        recurrent.advance(DEVICE, form, form.states(dtype, states=2), [part])
+    for first in (False, True):
+        hidden = torch.zeros(2, 4096, dtype=dtype)
+        DEVICE.gated_rms_norm(hidden, hidden, hidden[0, :128], 1e-6, gate_first=first, groups=32)
 
 
 def main(architecture: int) -> None:

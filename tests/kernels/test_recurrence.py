@@ -15,7 +15,7 @@ from transformers.models.granitemoehybrid import modeling_granitemoehybrid as gr
 from transformers.models.qwen3_next import modeling_qwen3_next as qwen
 
 from kernels.cpu.library import use_threads
-from kernels.ops import REFERENCE, Ops
+from kernels.ops import REFERENCE, Ops, implementation
 from kernels.recurrence import Convolution, LayerStates, Recurrence, StateRows
 from tests.kernels.conftest import BUILDS, of_build
 from tests.kernels.random_walks import Tree
@@ -41,10 +41,10 @@ class Layer(NamedTuple):
             return columns
         return columns + (1 + self.recurrence.corrects) * self.recurrence.heads
 
-    def states(self, dtype: torch.dtype, device: str = "cpu") -> LayerStates:
+    def states(self, dtype: torch.dtype, device: str = "cpu", states: int = STATES) -> LayerStates:
         columns, kernel = self.convolution.weight.shape
-        form, tail = self.recurrence, torch.zeros(STATES, kernel - 1, columns, device=device)
-        matrix = form and torch.zeros(STATES, form.heads, form.key_dim, form.value_dim, device=device)
+        form, tail = self.recurrence, torch.zeros(states, kernel - 1, columns, device=device)
+        matrix = form and torch.zeros(states, form.heads, form.key_dim, form.value_dim, device=device)
         drafted = torch.zeros(WORKING + 1, NODES, self.input_columns, dtype=dtype, device=device)
         return LayerStates(tail, matrix, drafted)
 
@@ -142,8 +142,8 @@ class Running:
 class Schedule:
     """Random steps of some sequences, each compared with a plain loop."""
 
-    def __init__(self, ops: Ops, kind: str, dtype: torch.dtype, device: str, seed: int) -> None:
-        self.rng, self.ops, self.layer, self.dtype, self.seed = random.Random(seed), ops, LAYERS[kind], dtype, seed
+    def __init__(self, ops: Ops, form: Layer, dtype: torch.dtype, device: str, seed: int) -> None:
+        self.rng, self.ops, self.layer, self.dtype, self.seed = random.Random(seed), ops, form, dtype, seed
         self.states, plain = self.layer.states(dtype, device), self.layer.states(dtype, device)
         self.plain = PlainLoop(ops, self.layer, plain._replace(drafted=plain.drafted[:1, :0].repeat(STATES, 1, 1)))
         self.sequences = [Running((1 + 2 * i, 2 + 2 * i)) for i in range(self.rng.randint(1, WORKING // 2))]
@@ -200,22 +200,33 @@ def test_states_and_results_are_those_of_a_plain_loop(on_cpu: Ops, kind: str, dt
     for threads in (1, 2):
         use_threads(threads)
         for seed in range(12 if on_cpu.advance_states is REFERENCE.advance_states else 100):
-            schedule = Schedule(on_cpu, kind, dtype, "cpu", seed)
+            schedule = Schedule(on_cpu, LAYERS[kind], dtype, "cpu", seed)
             for _ in range(5):
                 schedule.step()
 
 
 @ROW_TYPES
 @KINDS
-def test_equals_the_reference(compiled: Ops, kind: str, dtype: torch.dtype) -> None:
+def test_on_a_device_states_and_results_are_those_of_a_plain_loop(kind: str, dtype: torch.dtype, device: str) -> None:
+    interpreted = device == "cpu"
+    form = layer(kind, 1, 2) if interpreted else LAYERS[kind]
+    for seed in range(1 if interpreted else 30):
+        schedule = Schedule(implementation("triton"), form, dtype, device, seed)
+        for _ in range(2 if interpreted else 5):
+            schedule.step()
+
+
+@ROW_TYPES
+@KINDS
+def test_equals_the_reference(everywhere: tuple[Ops, str], kind: str, dtype: torch.dtype) -> None:
     form, found = LAYERS[kind], list[list[Tensor]]()
-    for ops in (compiled, REFERENCE):
-        states = form.states(dtype)
-        extend, nodes = (drawn(n, form.input_columns, seed=n, dtype=dtype) for n in (40, 5))
+    for ops, device in (everywhere, (REFERENCE, "cpu")):
+        states = form.states(dtype, device)
+        extend, nodes = (drawn(n, form.input_columns, seed=n, dtype=dtype) for n in (20, 5))
         part = Part(0, 1, extend, nodes, [-1, 0, 0, 2, -1], [])
         first = advance(ops, form, states, [part])
         second = advance(ops, form, states, [part._replace(source=1, target=2, replayed=[0, 2, 3])])
-        found.append([*first[0], *second[0], *(value[:3] for value in states if value is not None)])
+        found.append([*first[0], *second[0], *(value[:3].cpu() for value in states if value is not None)])
     for one, other in zip(*found, strict=True):
         bound = 2**-7 if one.dtype == torch.bfloat16 else 2e-5
         torch.testing.assert_close(one, other, atol=bound, rtol=bound)
@@ -278,9 +289,10 @@ def test_equals_the_short_convolution_of_transformers(on_cpu: Ops) -> None:
 
 @ROW_TYPES
 @pytest.mark.parametrize("gate_first", [False, True])
-def test_the_gated_norm_equals_transformers(on_cpu: Ops, gate_first: bool, dtype: torch.dtype) -> None:
+def test_the_gated_norm_equals_transformers(anywhere: tuple[Ops, str], gate_first: bool, dtype: torch.dtype) -> None:
+    ops, device = anywhere
     for groups, size in ((4, 24), (1, 96), (3, 7)):
-        y, gate = (drawn(30, groups * size, seed=seed, dtype=dtype) for seed in (0, 1))
+        y, gate = (drawn(8, groups * size, seed=seed, dtype=dtype) for seed in (0, 1))
         weight = drawn(groups * size if gate_first else size, seed=2, dtype=dtype)
         if gate_first:
             module: Any = granite.GraniteMoeHybridRMSNormGated(groups * size, size, 1e-5)
@@ -288,16 +300,20 @@ def test_the_gated_norm_equals_transformers(on_cpu: Ops, gate_first: bool, dtype
             module = qwen.Qwen3NextRMSNormGated(size, 1e-5)
         module.weight.data = weight
         lines = (-1, groups * size) if gate_first else (-1, size)
-        expected = module(y.reshape(lines), gate.reshape(lines)).view(30, -1)
-        wider = torch.cat((gate, gate), 1)[:, : groups * size]  # columns of a product
-        found = on_cpu.gated_rms_norm(y, wider, weight, 1e-5, gate_first=gate_first, groups=groups)
+        expected = module(y.reshape(lines), gate.reshape(lines)).view(8, -1)
+        y, wider, weight = (value.to(device) for value in (y, torch.cat((gate, gate), 1), weight))
+        norm = partial(ops.gated_rms_norm, weight=weight, epsilon=1e-5, gate_first=gate_first, groups=groups)
+        found = norm(y, wider[:, : groups * size])  # columns of a product
         bound = 2**-7 if dtype == torch.bfloat16 else 2e-6
-        torch.testing.assert_close(found, expected, atol=bound, rtol=bound)
-        alone = [
-            on_cpu.gated_rms_norm(y[i : i + 1], wider[i : i + 1], weight, 1e-5, gate_first=gate_first, groups=groups)
-            for i in range(30)
-        ]
+        torch.testing.assert_close(found.cpu(), expected, atol=bound, rtol=bound)
+        alone = [norm(y[i : i + 1], wider[i : i + 1, : groups * size]) for i in range(len(y))]
         assert torch.equal(torch.cat(alone), found)
+
+
+def test_a_long_convolution_is_refused(compiled: Ops) -> None:
+    form = Layer(Convolution(drawn(8, 17), None, activated=True), None)
+    with pytest.raises(ValueError, match="17 inputs"):
+        alone(compiled, form, drawn(3, 8))
 
 
 @ROW_TYPES

@@ -32,6 +32,7 @@ KERNELS = {
     "_add_rejected",
     "_grow",
     "_learn",
+    "_walk_states",
 }
 SMALLEST_SHARED = 99 * 1024  # bytes a program may have on the smallest of these devices
 MOST_SPILLED = 32  # bytes of a thread
