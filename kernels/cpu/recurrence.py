@@ -29,7 +29,8 @@ def advance_states(
     y = inputs.new_zeros(inputs.shape[0], width)
     form = convolution_structure(convolution), recurrence and recurrence_structure(recurrence)
     of_layer = CStruct(*states, *states.drafted.shape[1:])
-    call("advance_states", *form, of_layer, _rows_of(rows), inputs, inputs.stride(0), y, prepared, dtype=inputs.dtype)
+    of_rows = CStruct(*contiguous(*rows), rows.source.shape[0], rows.replayed.shape[1], rows.parents.shape[1])
+    call("advance_states", *form, of_layer, of_rows, inputs, inputs.stride(0), y, prepared, dtype=inputs.dtype)
     return y
 
 
@@ -48,12 +49,6 @@ def recurrence_structure(form: Recurrence) -> CStruct:
     """Build the C structure `Recurrence` of recurrence.cpp."""
     tensors = (value if value is None else value.detach().float() for value in (form.decay, form.time_bias, form.skip))
     return CStruct(*tensors, *form[:4], form.corrects, floats=form.time_limits)
-
-
-@remembered
-def _rows_of(rows: StateRows) -> CStruct:
-    """Build the C structure `StateRows` of recurrence.cpp."""
-    return CStruct(*contiguous(*rows), rows.source.shape[0], rows.replayed.shape[1], rows.parents.shape[1])
 
 
 def gated_rms_norm(y: Tensor, gate: Tensor, weight: Tensor, epsilon: float, *, gate_first: bool, groups: int) -> Tensor:
