@@ -22,13 +22,14 @@ from kernels.triton.layers import add_rms_norm
 MOST_KERNEL = 4
 """Inputs of the longest convolution."""
 
-_MOST = tl.constexpr(MAX_DEPTH)
+_MOST, _SHARE = tl.constexpr(MAX_DEPTH), tl.constexpr(128)
 _TILE, _COLUMNS = 16, 128  # value columns of a program, with a matrix and without one
 
 
 class _Form(NamedTuple):
     """What a kernel is compiled for. A layer that only convolves has one head of values, and no keys."""
 
+    tile: int  # value columns of a program
     stride: int  # of rows of inputs
     nodes: int  # places for inputs of nodes
     input_columns: int
@@ -40,6 +41,7 @@ class _Form(NamedTuple):
     heads: int = 1
     shared: int = 1  # heads of a key head
     key_dim: int = 0
+    keys: int = 1  # power of two that holds key_dim
     limits: tuple[float, float] = (0.0, 0.0)
     corrects: bool = False
     has_skip: bool = False
@@ -55,20 +57,20 @@ def advance_states(
     (weight, bias, activated), (columns, kernel), of = convolution, convolution.weight.shape, recurrence
     if kernel > MOST_KERNEL:
         raise ValueError(f"a convolution over {kernel} inputs: the kernels take {MOST_KERNEL}")
-    sizes: list[Any] = [inputs.stride(0), *states.drafted.shape[1:], columns, kernel, activated, bias is not None]
-    layer = [weight, bias]
-    sizes += [columns] if of is None else [of.value_dim, of.heads]
+    tile, layer = _COLUMNS if of is None else _TILE, [weight, bias]
+    sizes: list[Any] = [tile, inputs.stride(0), *states.drafted.shape[1:], columns, kernel, activated, bias is not None]
+    sizes += [columns] if of is None else [of.value_dim, of.heads, of.heads // of.key_heads, of.key_dim]
     if of is not None:
-        sizes += of.heads // of.key_heads, of.key_dim, of.time_limits, of.corrects, of.skip is not None
+        sizes += triton.next_power_of_2(of.key_dim), of.time_limits, of.corrects, of.skip is not None
         layer += of.decay, of.time_bias, of.skip
     form = _Form(*sizes)
-    y, tile = inputs.new_zeros(inputs.shape[0], form.heads * form.value_dim), _COLUMNS if of is None else _TILE
+    y = inputs.new_zeros(inputs.shape[0], form.heads * form.value_dim)
     tensors = [weight if value is None else value.contiguous() for value in (*layer, *states, *rows)]
     if rows.source.shape[0]:
         _walk_states[(rows.source.shape[0], form.heads, triton.cdiv(form.value_dim, tile))](
             inputs, y, tuple(tensors[: len(layer)]), LayerStates(*tensors[len(layer) : -7]), StateRows(*tensors[-7:]),
-            rows.replayed.shape[1], rows.parents.shape[1], FORM=form, TILE=tile,
-            KEYS=triton.next_power_of_2(max(1, form.key_dim)), num_warps=4, enable_fp_fusion=True,
+            rows.replayed.shape[1], rows.parents.shape[1], FORM=form, num_warps=4,
+            enable_fp_fusion=True,
         )  # fmt: skip
     return y
 
@@ -83,44 +85,30 @@ def _walk_states(
     depth: tl.tensor,
     nodes: tl.tensor,
     FORM: tl.constexpr,
-    TILE: tl.constexpr,
-    KEYS: tl.constexpr,
 ) -> None:
-    """Run one tile of a head through the rows of one sequence."""
+    """Run one tile of a head through the rows of one sequence. A pair is the head's key and query."""
     sequence, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    key, column, slot = tl.arange(0, KEYS), tl.program_id(2) * TILE + tl.arange(0, TILE), tl.arange(0, _MOST)
+    key, side = tl.arange(0, FORM.keys)[:, None], tl.arange(0, 2)[None, :]
+    column, slot = tl.program_id(2) * FORM.tile + tl.arange(0, FORM.tile), tl.arange(0, _MOST)
     is_key, is_value = key < FORM.key_dim, column < FORM.value_dim
-    # Columns of the head's query, key and value, each of which one program writes back.
     keys: tl.constexpr = FORM.heads // FORM.shared * FORM.key_dim
     value_at = head * FORM.value_dim + column + (2 * keys if FORM.corrects else 0)
-    key_at = head // FORM.shared * FORM.key_dim + key + (keys if FORM.corrects else FORM.heads * FORM.value_dim)
-    query_at = key_at + (-keys if FORM.corrects else keys)
-    is_first = tl.program_id(2) == 0
-    is_own_key = key < tl.where(is_first & (head % FORM.shared == 0), FORM.key_dim, 0)
-
+    pair_at = head // FORM.shared * FORM.key_dim + key + side * (-keys if FORM.corrects else keys)
+    pair_at += keys if FORM.corrects else FORM.heads * FORM.value_dim
     begin, kept = tl.load(rows.source + sequence), tl.load(rows.target + sequence)
     first, node = tl.load(rows.extend_start + sequence), tl.load(rows.node_start + sequence)
     num_past = tl.load(rows.num_replayed + sequence)
     num_certain = num_past + tl.load(rows.extend_start + sequence + 1) - first
     base_v, weights_v = _begun(states.tail, begin, layer, value_at, is_value, FORM)
-    base_k, base_q = base_v, base_v
-    base = tl.zeros([KEYS, TILE], tl.float32)
-    place = (head * FORM.key_dim + key[:, None]) * FORM.value_dim + column[None, :]
-    is_state, state_size = is_key[:, None] & is_value[None, :], FORM.heads * FORM.key_dim * FORM.value_dim
-    if FORM.key_dim > 0:
-        base_k, weights_k = _begun(states.tail, begin, layer, key_at, is_key, FORM)
-        base_q, weights_q = _begun(states.tail, begin, layer, query_at, is_key, FORM)
-        base = tl.load(states.matrix + begin * state_size + place, mask=is_state, other=0.0)
+    base_p, weights_p = _begun(states.tail, begin, layer, pair_at, is_key, FORM)
+    place = (head * FORM.key_dim + key) * FORM.value_dim + column[None, :]
+    is_state, state_size = is_key & is_value[None, :], FORM.heads * FORM.key_dim * FORM.value_dim
+    base = tl.load(states.matrix + begin * state_size + place, mask=is_state, other=0.0).to(tl.float32)
 
     for run in range(tl.load(rows.node_start + sequence + 1) - node + 1):  # certain rows, then the path to each node
-        of_node, path, length = run > 0 * node, tl.full([_MOST], 0, tl.int64), 0 * node
-        here = run - 1 + length
-        while here >= 0:
-            path = tl.where(slot == length, here, path)
-            length += 1
-            here = tl.load(rows.parents + sequence * nodes + here)
+        of_node, (path, length) = run > 0 * node, _path_to(rows.parents + sequence * nodes, run - 1 + 0 * node, slot)
         length = tl.where(of_node, length, num_certain)
-        state, v, k, q = base, base_v, base_k, base_q
+        state, v, p = base, base_v, base_p
         for i in range(length):
             left = length - 1 - i
             is_past, shown = ~of_node & (i < num_past), tl.where(of_node, left == 0, i >= num_past)
@@ -128,49 +116,68 @@ def _walk_states(
             number = tl.load(rows.replayed + sequence * depth + i, mask=is_past, other=0)
             past = states.drafted + (begin * FORM.nodes + number) * FORM.input_columns
             given = tl.where(is_past, past, inputs + row * FORM.stride)
-            to = states.drafted + (kept * FORM.nodes + run - 1) * FORM.input_columns
-            stored = of_node & (left == 0) & (kept > 0)
-            new_v = tl.load(given + value_at, mask=is_value, other=0.0)
-            value, v = _convolved(new_v, v, weights_v, FORM)
-            tl.store(to + value_at, new_v, mask=column < tl.where(stored, FORM.value_dim, 0))
+            if of_node & (left == 0) & (kept > 0):
+                _copy(given, states.drafted + (kept * FORM.nodes + run - 1) * FORM.input_columns, FORM)
+            value, v = _convolved(tl.load(given + value_at, mask=is_value, other=0.0), v, weights_v, FORM)
             result = value
             if FORM.key_dim > 0:
-                new_k = tl.load(given + key_at, mask=is_key, other=0.0)
-                new_q = tl.load(given + query_at, mask=is_key, other=0.0)
-                is_stored_key = is_own_key & (key < tl.where(stored, FORM.key_dim, 0))
-                tl.store(to + key_at, new_k, mask=is_stored_key)
-                tl.store(to + query_at, new_q, mask=is_stored_key)
-                line, k = _convolved(new_k, k, weights_k, FORM)
-                query, q = _convolved(new_q, q, weights_q, FORM)
-                gate = tl.load(given + FORM.columns + head)
-                tl.store(to + FORM.columns + head, gate, mask=stored & is_first)
-                x = gate.to(tl.float32) + tl.load(layer[3] + head)
-                time = tl.maximum(x, 0.0) + libdevice.log1p(tl.exp(-tl.abs(x)))
-                time = tl.minimum(tl.maximum(time, FORM.limits[0]), FORM.limits[1])
-                factor = tl.exp(tl.load(layer[2] + head) * time)
-                if FORM.corrects:
-                    gate = tl.load(given + FORM.columns + FORM.heads + head)
-                    tl.store(to + FORM.columns + FORM.heads + head, gate, mask=stored & is_first)
-                    line = line * tl.rsqrt(tl.sum(line * line, 0) + 1e-6)
-                    query = query * (tl.rsqrt(tl.sum(query * query, 0) + 1e-6) * FORM.key_dim**-0.5)
-                    said = factor * tl.sum(line[:, None] * state, 0)
-                    added = (value - said) / (1.0 + tl.exp(-gate.to(tl.float32)))
-                else:
-                    added = value * time
-                state = factor * state + line[:, None] * added[None, :]
-                result = tl.sum(query[:, None] * state, 0)
-                if FORM.has_skip:
-                    result += tl.load(layer[4] + head) * value
+                pair, p = _convolved(tl.load(given + pair_at, mask=is_key, other=0.0), p, weights_p, FORM)
+                state, result = _applied(state, pair, value, given + FORM.columns + head, layer, FORM)
             at = y + (row * FORM.heads + head) * FORM.value_dim + column
             tl.store(at, result, mask=column < tl.where(shown, FORM.value_dim, 0))
         if run == 0:
-            base, base_v, base_k, base_q = state, v, k, q
+            base, base_v, base_p = state, v, p
             if kept > 0:
                 _keep(states.tail, kept, v, value_at, is_value, FORM)
                 if FORM.key_dim > 0:
-                    _keep(states.tail, kept, k, key_at, is_own_key, FORM)
-                    _keep(states.tail, kept, q, query_at, is_own_key, FORM)
+                    is_own = (tl.program_id(2) == 0) & (head % FORM.shared == 0)  # one program writes a key head's
+                    _keep(states.tail, kept, p, pair_at, key < tl.where(is_own, FORM.key_dim, 0), FORM)
                     tl.store(states.matrix + kept * state_size + place, state, mask=is_state)
+
+
+@triton.jit
+def _path_to(parents: tl.tensor, here: tl.tensor, slot: tl.tensor) -> tl.tuple:
+    """Return the nodes from a node up, and their number. # slot [MAX_DEPTH] -> like slot"""
+    path, length = slot.to(tl.int64) * 0, here * 0
+    while here >= 0:
+        path = tl.where(slot == length, here, path)
+        length += 1
+        here = tl.load(parents + here)
+    return path, length
+
+
+@triton.jit
+def _copy(given: tl.tensor, to: tl.tensor, FORM: tl.constexpr) -> None:
+    """Copy the inputs of a row: each program of the sequence has its share."""
+    number, count = tl.program_id(1) * tl.num_programs(2) + tl.program_id(2), tl.num_programs(1) * tl.num_programs(2)
+    for start in range(number * _SHARE, FORM.input_columns, count * _SHARE):
+        at = start + tl.arange(0, _SHARE)
+        tl.store(to + at, tl.load(given + at, mask=at < FORM.input_columns), mask=at < FORM.input_columns)
+
+
+@triton.jit
+def _applied(
+    state: tl.tensor, pair: tl.tensor, value: tl.tensor, gates: tl.tensor, layer: tl.tuple, FORM: tl.constexpr
+) -> tl.tuple:
+    """Apply one row. # state [keys, tile], pair [keys, 2], value [tile] -> state, result [tile]"""
+    head = tl.program_id(1)
+    x = tl.load(gates).to(tl.float32) + tl.load(layer[3] + head)
+    time = tl.maximum(x, 0.0) + libdevice.log1p(tl.exp(-tl.abs(x)))
+    time = tl.minimum(tl.maximum(time, FORM.limits[0]), FORM.limits[1])
+    factor = tl.exp(tl.load(layer[2] + head) * time)
+    if FORM.corrects:
+        line, query = tl.split(pair * tl.rsqrt(tl.sum(pair * pair, 0) + 1e-6)[None, :])
+        query *= FORM.key_dim**-0.5
+        known = factor * tl.sum(line[:, None] * state, 0)
+        added = (value - known) / (1.0 + tl.exp(-tl.load(gates + FORM.heads).to(tl.float32)))
+    else:
+        line, query = tl.split(pair)
+        added = value * time
+    state = factor * state + line[:, None] * added[None, :]
+    result = tl.sum(query[:, None] * state, 0)
+    if FORM.has_skip:
+        result += tl.load(layer[4] + head) * value
+    return state, result
 
 
 @triton.jit
