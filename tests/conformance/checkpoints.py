@@ -316,7 +316,9 @@ def _gain(config: PreTrainedConfig) -> float:
     dim = getattr(one, "head_dim", None) or config.hidden_size // config.num_attention_heads
     usual = 1.0 if config.model_type == "gemma4_text" else getattr(config, "query_pre_attn_scalar", dim) ** -0.5
     scale = getattr(config, "attention_multiplier", None) or usual
-    spread = 5.0 if config.num_hidden_layers == 2 else 2.5  # what rounds differently grows from layer to layer
+    recurrent = not {"linear_attention", "conv"}.isdisjoint(getattr(config, "layer_types", None) or ())
+    # What rounds differently grows from layer to layer.
+    spread = 4.0 if recurrent else 5.0 if config.num_hidden_layers == 2 else 2.5
     return math.sqrt(spread / (scale * math.sqrt(dim)))
 
 
