@@ -59,6 +59,8 @@ def _common(architecture: Architecture, keys: Metadata, file: GGUFFile) -> Value
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None:
         raise StartupError(f"{file.path.name}: tensor 'token_embd.weight' is missing; convert the model again")
+    # Where all layers have experts, files may have no other width, as those of Qwen3.5.
+    width = keys.take if f"{keys.prefix}expert_feed_forward_length" in file.fields else keys.need
     tokens = file.fields.get("tokenizer.ggml.tokens")
     if tokens is not None and len(tokens) != embedding.shape[0]:
         raise StartupError(
@@ -71,7 +73,7 @@ def _common(architecture: Architecture, keys: Metadata, file: GGUFFile) -> Value
         "num_key_value_heads": keys.take("attention.head_count_kv", heads, by_layer=architecture.layers_differ),
         "head_dim": head_dim,
         "num_hidden_layers": keys.need("block_count"),
-        "intermediate_size": keys.need("feed_forward_length", by_layer=architecture.layers_differ),
+        "intermediate_size": width("feed_forward_length", by_layer=architecture.layers_differ),
         "max_position_embeddings": keys.need("context_length"),
         epsilon: keys.need(key),
         "vocab_size": embedding.shape[0],

@@ -199,6 +199,17 @@ def test_experts(architecture: str, keys: dict[str, Any], expected: dict[str, An
     assert {name: getattr(config, name) for name in expected} == expected
 
 
+def test_layers_that_all_have_experts_have_no_other_width() -> None:
+    """As in files of Qwen3.5's models with experts."""
+    own = {"attention__layer_norm_rms_epsilon": 1e-6, "expert_feed_forward_length": 32, "feed_forward_length": None}
+    sizes = {"conv_kernel": 4, "state_size": 16, "group_count": 2, "time_step_rank": 4, "inner_size": 64}
+    own |= {f"ssm__{name}": size for name, size in sizes.items()}
+    config = config_of(file_of("qwen35moe", **EXPERTS, **own))
+    assert (config.model_type, config.moe_intermediate_size, config.num_experts) == ("qwen3_5_moe_text", 32, 8)
+    with pytest.raises(StartupError, match=r"feed_forward_length is missing"):
+        config_of(file_of(feed_forward_length=None))
+
+
 def test_borders_of_yarn_are_not_rounded_in_gpt_oss() -> None:
     keys = EXPERTS | {"expert_feed_forward_length": 96, "attention__sliding_window": 128}
     scaled = {"rope__scaling__type": "yarn", "rope__scaling__factor": 32.0}
