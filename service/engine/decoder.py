@@ -18,7 +18,7 @@ from kernels.decoder_layer import DecoderLayer, RotaryTable, RowPlaces
 from kernels.families import spec_of
 from kernels.layers import QuantisedWeight, RunLayers, Weight, look_up
 from kernels.ops import REFERENCE, Ops
-from kernels.recurrence import LayerStates, StateRows
+from kernels.recurrence import StateRows
 from kernels.rows import ExtendRows
 from kernels.specs import LayerSpec, ModelSpec, QueryScaling
 from kernels.tree_attention import KVRows
@@ -223,7 +223,7 @@ class _Trial(NamedTuple):
     groups: Groups
     logit_rows: slice
     pool: KVPool
-    states: StateRows | None  # of recurrent layers, which begin with the null state and keep nothing
+    states: StateRows | None  # of recurrent layers, which begin with the null state
 
     @staticmethod
     def of(model: PreTrainedModel, pool: KVPool, ops: Ops) -> "_Trial":
@@ -231,19 +231,12 @@ class _Trial(NamedTuple):
         text = model.config.get_text_config()
         tokens = torch.randint(text.vocab_size, (count,), generator=torch.Generator().manual_seed(0))
         slots = torch.arange(1, count + 1, device=device)
-        prompt = tokens.tolist()  # planned transfer: before serving
-        extends, table = [ExtendRows(0, 0, prompt, completes=True)], slots.new_zeros(1, count)
-        rows = ops.lay_out_rows(extends, [0], DraftTree.empty(1, device), slots, table, _no_nodes_to_place)
+        table, tree = pool.table(1, count), DraftTree.empty(1, device)
+        extends = [ExtendRows(0, 0, tokens.tolist(), completes=True)]  # planned transfer: before serving
+        rows = ops.lay_out_rows(extends, [0], tree, slots, table.slots, _no_nodes_to_place)
         groups = pool.groups(rows.attention, slots, slots[None], planner_of(ops, text.num_attention_heads))
-        begun = _begun(count, device) if any(isinstance(layer, LayerStates) for layer in pool.layers) else None
+        begun = None if table.states is None else table.states.rows(extends, [0], tree.parents)
         return _Trial(rows.tokens, rows.attention.positions, groups, slice(None), pool, begun)
-
-
-def _begun(count: int, device: torch.device) -> StateRows:
-    """One sequence of so many rows, which begins with the null state and keeps none."""
-    null, none = torch.zeros(1, dtype=torch.int64, device=device), torch.empty(1, 0, dtype=torch.int64, device=device)
-    ends = torch.full((2,), count, device=device)
-    return StateRows(null, null, none, null, torch.cat((null, ends[:1])), ends, none)
 
 
 def planner_of(table: Ops, query_heads: int) -> Plan:

@@ -119,6 +119,7 @@ class KVPool:
             self.window_of[num_slots] = num_places
         self._heads = shape.least_heads(windowed=False), shape.least_heads(windowed=True)
         self._users: dict[range, object] = {}
+        self._shared = range(NULL_SLOT + 1, num_slots) if shape.bytes_per_state else None  # slots of each user
         self.states = states
         self.layers: list[Tensor | LayerStates] = []  # by layer; [2, places, kv_heads, dim] each
         for layer in shape.layers:
@@ -132,8 +133,7 @@ class KVPool:
     def use(self, user: object, slots: range) -> bool:
         """Let `user` write to these slots from now on. Returns whether another user, or none, wrote to them before, so
         that they hold nothing of `user`. All users of a pool share its states, and so each has all slots."""
-        if self.shape.bytes_per_state:
-            slots = range(NULL_SLOT + 1, self.num_slots)
+        slots = self._shared or slots
         if self._users.get(slots) is user:
             return False
         self._users = {

@@ -126,10 +126,12 @@ def room_for(shape: KVShape, pool_bytes: int, limits: EngineLimits, *, bytes_bes
     states_bytes = shape.state_bytes(states)
     pool_bytes -= states_bytes
     if needed * of_slot + least * of_place > pool_bytes:
+        beside = f" beside the {states.described}" if states_bytes else ""
         raise StartupError(
             f"the KV cache of {(pool_bytes + states_bytes) / GIB:.2f}GiB holds fewer than the {needed} tokens that one "
-            f"sequence of max_model_len={limits.max_model_len} needs: set kv_cache to at least "
+            f"sequence of max_model_len={limits.max_model_len} needs{beside}: set kv_cache to at least "
             f"{(needed * of_slot + least * of_place + states_bytes) / GIB:.2f}GiB or lower max_model_len"
+            f"{' or max_sequences' if states_bytes else ''}"
         )
     if not of_place:
         return KVRoom(pool_bytes // of_slot, states=states)

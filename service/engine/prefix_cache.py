@@ -15,7 +15,7 @@ import heapq
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import takewhile
+from itertools import chain, takewhile
 
 import torch
 from torch import Tensor
@@ -71,10 +71,10 @@ class PrefixCache:
     ) -> None:
         """`keep=False` disables the cache: no prefix is kept or found. `windows`: places of the slots in layers with a
         window; None if these layers keep all slots. `states`: of recurrent layers; None if there are none."""
-        self._states = states
+        self._keep = keep and (states is None or bool(states.snapshots))  # without any, no prefix would be found
+        self._states = states if self._keep else None
         self._windows, self._window = windows, 0 if windows is None else windows.size
         self.num_evictable = 0  # slots that `evict` could return now
-        self._keep = keep
         self._nothing = torch.empty(0, dtype=torch.int64, device=device)
         self._roots: dict[tuple[str, int], Node] = {}
         self._now = 0
@@ -99,8 +99,8 @@ class PrefixCache:
         node, length = path[-1][0] if path else root, sum(common for _, common in path)
         self._see(node)
         slots = torch.cat([above.slots for above, _ in path]) if path else self._nothing
-        lease = PrefixLease(node, length, slots, placed_from=length, parting=known if length < known else 0)
-        lease.state, lease.last_state = node.state or NULL_STATE, length
+        lease = PrefixLease(node, length, slots, placed_from=length, state=node.state or NULL_STATE, last_state=length)
+        lease.parting = known if self._windows and length < known else 0
         self.want_state(lease, known)
         self.want_state(lease, min(messages_end or 0, len(tokens) - 1), least=1)
         return lease
@@ -171,6 +171,8 @@ class PrefixCache:
         for above in node.upwards():
             above.last_used = self._now
         self._give_states(lease, lease.node, lease.length, tokens)
+        if self._states is not None:
+            self._states.free += lease.states.values()  # of texts that failed, after their last token
         self._unlock(lease.node)
         self._note(node)
         self._take(left[max(0, lease.placed_from - length - len(labels)) :])
@@ -180,13 +182,13 @@ class PrefixCache:
         """Let a running sequence leave a snapshot when it has computed so many positions, if that is `least` more than
         at the snapshot before."""
         before = max((end for end in lease.ends if end <= position), default=lease.last_state)
-        if self._states is not None and self._states.snapshots and self._keep and position - before >= least:
+        if self._states is not None and position - before >= least:
             lease.ends.add(position)
 
     def keep_state(self, lease: PrefixLease, row: int, *, is_last: bool = False) -> None:
         """Take a snapshot of the states of a running sequence in this row of the slot table, unless running sequences
         begin from all of them. `is_last`: whether the sequence stops, and has left no snapshot for some time."""
-        if self._states is None or not self._states.snapshots or not self._keep:
+        if self._states is None:
             return
         position = self._states.position(row)
         if is_last and position - lease.last_state < _WORTH_A_STATE:
@@ -215,9 +217,10 @@ class PrefixCache:
             self._states.free.append(node.state)
             node.state = None
 
-    def held_states(self) -> list[int]:
-        """List the snapshots that belong to the cache."""
-        return [node.state for node in self._nodes() if node.state is not None]
+    def held_states(self, leases: Sequence[PrefixLease]) -> list[int]:
+        """List the snapshots that belong to the cache, and those that these leases have for it."""
+        held = [node.state for node in self._nodes() if node.state is not None]
+        return [*held, *chain.from_iterable(lease.states.values() for lease in leases)]
 
     def clear_places(self, wanted: int, running: Sequence[Running]) -> None:
         """Take places until `wanted` are free, or until running sequences see all that are left."""

@@ -12,7 +12,6 @@ from collections.abc import Callable, Collection
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain
 from operator import attrgetter
 
 import torch
@@ -192,8 +191,7 @@ class Scheduler:
 
     def held_states(self) -> list[int]:
         """List the snapshots of the cache, and those that running sequences have for it."""
-        leases = [sequence.lease for sequence in self.running if sequence.lease is not None]
-        return [*self._cache.held_states(), *chain.from_iterable(lease.states.values() for lease in leases)]
+        return self._cache.held_states(_leases(self.running))
 
     def _own_slots(self, sequence: Sequence, *, placed: bool = False) -> Tensor:
         """Slots of a running sequence that do not belong to the cache. # -> [positions] int64"""

@@ -354,8 +354,9 @@ class ChatTokenizer:
     def messages_end(self, ids: Sequence[int]) -> int | None:
         """Number of leading tokens of a rendered conversation before its generation prompt, as far as its first token
         tells: None if the template has no generation prompt."""
-        places = (place for place in range(len(ids) - 1, -1, -1) if ids[place] == self._opening)
-        return next(places, None)
+        opening = self._opening
+        places = range(len(ids) - 1, -1, -1) if opening is not None else ()
+        return next((place for place in places if ids[place] == opening), None)
 
     def _rendered(self, turns: Sequence[Turn], tools: Sequence[JsonValue], **variables: Any) -> str:
         """Render a conversation to text. Unlike in `apply_chat_template`, contents that are None reach the template."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -88,13 +88,21 @@ def states_after(text: tuple[int, ...]) -> tuple[Tensor, Tensor]:
 
 
 def engine_of(
-    snapshots: int = 6, limits: EngineLimits = CACHED, *, num_slots: int = 2048, drafter: str = "memory+random"
+    snapshots: int = 6,
+    limits: EngineLimits = CACHED,
+    *,
+    num_slots: int = 2048,
+    drafter: str = "memory+random",
+    window: int | None = None,
 ) -> tuple[Engine, OneLayer]:
+    """`window`: of a layer that nothing reads, whose slots have places."""
     loaded = loaded_tiny("llama")
     plain = tiny_engine(loaded)  # its target is given the other layers
     target, layer = plain.target, OneLayer(plain.target.vocab_size)
     states = StateRoom(limits.max_sequences, limits.max_budget, snapshots)
-    target.pool = KVPool(KVShape((SHAPE,), torch.float32), num_slots, target.device, states=states)
+    layers = (SHAPE,) if window is None else (SHAPE, LayerKV(1, 8, window))
+    places = None if window is None else min(num_slots, 150)
+    target.pool = KVPool(KVShape(layers, torch.float32), num_slots, target.device, num_places=places, states=states)
     target._layers = layer
     drafts = make_drafter(drafter, target, limits)
     return Engine(target, limits, vocabulary_of(loaded), drafts, FixedBudget(limits.max_budget)), layer
@@ -148,13 +156,14 @@ def of_shared_prompts(choose: random.Random, count: int) -> list[GenerationReque
     return found
 
 
+@pytest.mark.parametrize("window", [None, 16])
 @pytest.mark.parametrize("seed", range(6))
-def test_states_equal_those_of_a_plain_loop(seed: int) -> None:
+def test_states_equal_those_of_a_plain_loop(seed: int, window: int | None) -> None:
     choose = random.Random(seed)
     requests = of_shared_prompts(choose, 8)
     expected = alone(requests)
     limits = replace(CACHED, prefill_chunk=choose.choice([1, 7, 64]), max_sequences=choose.choice([3, 16]))
-    engine, layer = engine_of(choose.choice([0, 2, 6]), limits, num_slots=choose.choice([200, 2048]))
+    engine, layer = engine_of(choose.choice([0, 2, 6]), limits, num_slots=choose.choice([200, 2048]), window=window)
     layer.fails = lambda: choose.random() < 0.05
     with_answers = [replace(one, prediction=tuple(expected[f"{one.request_id}.0"])) for one in requests]
     assert run(engine, *with_answers, checked=True) == expected
@@ -183,6 +192,28 @@ def test_aborted_and_preempted_texts_lose_no_state(snapshots: int) -> None:
     assert kept == {name: text for name, text in alone(requests).items() if name in kept}
     engine.scheduler.forget_prefixes()
     assert engine.load.snapshots == 0
+
+
+def no_score(tokens: Tensor, *_: object) -> tuple[Tensor, None]:
+    return torch.full((len(tokens), VOCAB), torch.nan), None
+
+
+def planted(*_: object) -> NoReturn:
+    raise RuntimeError("planted")
+
+
+@pytest.mark.parametrize(("place", "failing"), [("target._layers", no_score), ("_emit_stage.emit", planted)])
+def test_failed_texts_lose_no_state(place: str, failing: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, _ = engine_of()
+    ask(engine, request("fails", [*next(random_prompts(1, 50, seed=1))], greedy(40)))
+    for _ in range(3):
+        engine.step()
+    stage, name = place.split(".")
+    monkeypatch.setattr(getattr(engine, stage), name, failing)
+    (output,) = engine.step().outputs
+    assert output.finish_reason == "error"
+    assert engine.load.snapshots == 0
+    engine.assert_conserved()
 
 
 RECURRENT = [one for one in CHECKPOINTS if one.family in ("Qwen3-Next", "Qwen3.5", "LFM2", "Granite 4")]
@@ -313,7 +344,7 @@ def test_pools_have_room_for_states() -> None:
     assert room.states.snapshots > 0
     assert f"states of 4 sequences and {room.states.snapshots} prefixes" in room.described
     assert room_for(shape, pool_bytes, replace(limits, prefix_cache=False)).states.snapshots == 0
-    with pytest.raises(StartupError, match="set kv_cache to at least"):
+    with pytest.raises(StartupError, match=r"states of 4 sequences and 0 prefixes: set kv_cache .* or max_sequences"):
         room_for(shape, 1 << 16, limits)
 
 
