@@ -21,6 +21,7 @@ from service.engine.costs import FREE, Costs
 from service.engine.engine import Engine
 from service.engine.measuring import measure_costs
 from service.engine.requests import GenerationRequest, SamplingParams
+from service.engine.states import StateRoom
 from service.text.grammars import Grammar
 from service.text.prompts import read_prompt_set, refuse_too_long
 from service.text.tokenizer import ChatTokenizer
@@ -307,16 +308,18 @@ class _Bench:
         return (text[start : start + _STOP_LENGTH],) if text else ()
 
     def _engine(self, case: Case, questions: Sequence[Question]) -> Engine:
-        """Build the engine of a case. Scarce slots suffice for any one sequence with a full tree, but not for all."""
+        """Build the engine of a case, as far as there are states. Scarce slots suffice for any one sequence with a full
+        tree, but not for all."""
         configured, nodes = self.assembly.limits, case.way.nodes
         lengths = [len(self.prompts[question.prompt]) + self.answer_tokens for question in questions]
         pool = self.assembly.target.pool
+        room = pool.states if pool.shape.bytes_per_state else StateRoom(NUM_COMPANIONS + 1, MAX_NODES)
         too_few = max(pool.least_slots(max(lengths), MAX_NODES), min(int(_SLOT_SHARE * sum(lengths)), pool.num_slots))
         limits = replace(
             configured,
             prefill_chunk=case.prefill_chunk,
-            max_budget=configured.max_budget if nodes is None else nodes,
-            max_sequences=max(configured.max_sequences, NUM_COMPANIONS + 1),
+            max_budget=configured.max_budget if nodes is None else min(nodes, room.nodes),
+            max_sequences=max(configured.max_sequences, min(NUM_COMPANIONS + 1, room.sequences)),
             num_slots=too_few if case.company == "short of slots" else None,
         )
         policy = None if nodes is None else FixedBudget(nodes)

@@ -121,7 +121,7 @@ class Engine:
         self.target = target
         self.drafter = drafter
         self.slots = target.pool.allocator(limits.num_slots, limits.first_slot)
-        self.table = target.pool.table(max_sequences, limits.max_model_len)
+        self.table = target.pool.table(max_sequences, limits.max_model_len, limits.max_budget)
         self._draft_stage = DraftStage(
             drafter,
             policy,

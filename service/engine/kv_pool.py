@@ -208,9 +208,10 @@ class KVPool:
         """The keys and values that a layer reads, or its states. # [2, places, kv_heads, dim]"""
         return self.layers[index]
 
-    def table(self, max_sequences: int, max_length: int) -> "SlotTable":
-        """Make a slot table, whose rows have states if the model has recurrent layers."""
+    def table(self, max_sequences: int, max_length: int, max_nodes: int = 0) -> "SlotTable":
+        """Make a slot table, whose rows have states if the model has recurrent layers, for trees of so many nodes."""
         layers = [layer for layer in self.layers if isinstance(layer, LayerStates)]
+        assert not layers or max_nodes <= self.states.nodes, f"there is no room for the inputs of {max_nodes} nodes"
         states = States(layers, self.states, max_sequences, self.device) if layers else None
         return SlotTable(max_sequences, max_length, self.device, states)
 

@@ -63,3 +63,13 @@ def assert_lossless(checkpoint: Checkpoint, folder: Path, num_tokens: int) -> No
 @pytest.mark.parametrize("checkpoint", FAMILIES, ids=str)
 def test_a_family(checkpoint: Checkpoint, tmp_path: Path) -> None:
     assert_lossless(checkpoint, tmp_path, 21_000)
+
+
+def test_few_states_suffice(tmp_path: Path) -> None:
+    recurrent = next(one for one in CHECKPOINTS if one.family == "LFM2")
+    few = {"max_sequences": 3, "max_budget": 8, "budget_policy": "fixed"}
+    assembly = assemble(settings_for(save(made(recurrent), tmp_path)).model_copy(update=few))
+    cases = [Case(0.0, "none", Way("memory", 48), company, 64) for company in ("alone", "among 15")]
+    result = check(assembly, varied_prompts(), num_tokens=200, answer_tokens=16, cases=cases)
+    assert result.first is None
+    assert result.total.accepted_tokens > 100
