@@ -17,7 +17,7 @@ from kernels.layers import GateForm, Heads, Product, RotaryRows, Weight, dense, 
 from kernels.mixers import AttentionMixer, RecurrentMixer
 from kernels.ops import Ops
 from kernels.recurrence import Convolution, Recurrence, StateRows
-from kernels.specs import AttentionSpec, FeedForwardSpec, LayerSpec, Norms, RecurrentSpec
+from kernels.specs import AttentionSpec, FeedForwardSpec, LayerSpec, Norms, RecurrentSpec, Renamed
 from kernels.tree_attention import MAX_DEPTH, AttentionForm, KVRows
 
 
@@ -73,9 +73,6 @@ class PerLayerInput:
         assert places.per_layer is not None, "the model embeds tokens for each layer"
         joined = torch.cat((self.gate(hidden), places.per_layer[self.index]), dim=-1)
         return self.norm(self.projection(self.ops.gate_mul(joined, GateForm("gelu_tanh"))))
-
-
-Renamed = tuple[tuple[str, str], ...]
 
 
 class _Weights:

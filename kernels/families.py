@@ -22,6 +22,7 @@ from kernels.specs import (
     Norms,
     QueryScaling,
     RecurrentSpec,
+    Renamed,
 )
 
 Config = Mapping[str, Any]
@@ -76,6 +77,12 @@ def _layer(config: Config, window: int | None, attention: Config, **others: Any)
 def _layers(config: Config, attention: Config, **others: Any) -> list[LayerSpec]:
     """Describe layers that differ in their windows alone."""
     return [_layer(config, window, attention, **others) for window in windows_of(config)]
+
+
+def _with_states(config: Config, layers: list[LayerSpec], mixer: RecurrentSpec) -> list[LayerSpec]:
+    """Replace the attention of the layers that have a state."""
+    pairs = zip(layers, config["layer_types"], strict=True)
+    return [replace(layer, mixer=mixer) if kind in RECURRENT else layer for layer, kind in pairs]
 
 
 def _model(config: Config, layers: list[LayerSpec], **other: Any) -> ModelSpec:
@@ -223,17 +230,10 @@ def gpt_oss(config: Config) -> ModelSpec:
 
 def qwen3_next(config: Config) -> ModelSpec:
     """Qwen3-Next and Qwen3.5: most layers are gated delta nets, the others have gated attention."""
-    columns = 2 * config["linear_num_key_heads"] * config["linear_key_head_dim"]
-    delta = RecurrentSpec(
-        "linear_attn",
-        config["linear_conv_kernel_dim"],
-        columns + config["linear_num_value_heads"] * config["linear_value_head_dim"],
-        config["linear_num_key_heads"],
-        config["linear_num_value_heads"],
-        config["linear_key_head_dim"],
-        config["linear_value_head_dim"],
-        corrects=True,
-    )
+    keys, heads = config["linear_num_key_heads"], config["linear_num_value_heads"]
+    sizes = keys, heads, (key_dim := config["linear_key_head_dim"]), (value_dim := config["linear_value_head_dim"])
+    columns = 2 * keys * key_dim + heads * value_dim
+    delta = RecurrentSpec("linear_attn", config["linear_conv_kernel_dim"], columns, *sizes, corrects=True)
     layer = _layer(config, None, {"norms": "head", "gated": True}, norm_offset=1.0)
     sparse = FeedForwardSpec()
     if config.get("num_experts"):
@@ -241,36 +241,27 @@ def qwen3_next(config: Config) -> ModelSpec:
         sparse = _sparse(config, router, shared="shared_expert", shared_gated=True)
     step, dense = config.get("decoder_sparse_step", 1), config.get("mlp_only_layers") or ()
     layers = [
-        replace(
-            layer,
-            mixer=delta if kind == "linear_attention" else layer.mixer,
-            feed_forward=FeedForwardSpec() if index in dense or (index + 1) % step else sparse,
-        )
-        for index, kind in enumerate(config["layer_types"])
+        replace(layer, feed_forward=FeedForwardSpec() if index in dense or (index + 1) % step else sparse)
+        for index in range(config["num_hidden_layers"])
     ]
-    return _model(config, layers)
+    return _model(config, _with_states(config, layers, delta))
+
+
+_LFM2_NAMES: Renamed = (
+    ("self_attn.q_layernorm.", "self_attn.q_norm."),
+    ("self_attn.k_layernorm.", "self_attn.k_norm."),
+)
+_LFM2_NAMES += (("feed_forward.w1.", "mlp.gate_proj."), ("feed_forward.w3.", "mlp.up_proj."))
+_LFM2_NAMES += (("feed_forward.w2.", "mlp.down_proj."), ("self_attn.out_proj.", "self_attn.o_proj."))
+_LFM2_NAMES += (("conv.conv.", "conv.conv1d."),)
 
 
 def lfm2(config: Config) -> ModelSpec:
     """LFM2: most layers are short convolutions."""
     convolution = RecurrentSpec("conv", config["conv_L_cache"], config["hidden_size"])
-    layer = _layer(
-        config,
-        None,
-        {"norms": "head"},
-        norms=Norms("operator_norm", None, "ffn_norm", None),
-        renamed=(
-            ("feed_forward.w1.", "mlp.gate_proj."),
-            ("feed_forward.w2.", "mlp.down_proj."),
-            ("feed_forward.w3.", "mlp.up_proj."),
-            ("self_attn.out_proj.", "self_attn.o_proj."),
-            ("self_attn.q_layernorm.", "self_attn.q_norm."),
-            ("self_attn.k_layernorm.", "self_attn.k_norm."),
-            ("conv.conv.", "conv.conv1d."),
-        ),
-    )
-    layers = [replace(layer, mixer=convolution) if kind == "conv" else layer for kind in config["layer_types"]]
-    return _model(config, layers)
+    norms = Norms("operator_norm", None, "ffn_norm", None)
+    layers = _layers(config, {"norms": "head"}, norms=norms, renamed=_LFM2_NAMES)
+    return _model(config, _with_states(config, layers, convolution))
 
 
 def granite_hybrid(config: Config) -> ModelSpec:
@@ -281,24 +272,20 @@ def granite_hybrid(config: Config) -> ModelSpec:
     low, high = config["time_step_limit"] or (0.0, inf)
     mamba = RecurrentSpec("mamba", config["mamba_d_conv"], columns, *sizes, time_limits=(low, high))
     rope = "" if config["position_embedding_type"] == "rope" else None
-    layer, part = _layer(config, None, {"scale": config["attention_multiplier"], "rope": rope}), "mlp"
+    model, part, feed_forward = granite(config), "mlp", FeedForwardSpec()
     if config["num_local_experts"]:
         router, part = Router(config["num_experts_per_tok"], "softmax_of_chosen", normalised=False), "mlp.shared"
-        layer = replace(layer, feed_forward=_sparse(config, router, shared="shared"))
-    layer = replace(
-        layer,
-        residual=config["residual_multiplier"],
-        renamed=(
-            ("shared_mlp.input_linear.", f"{part}.gate_up_proj."),
-            ("shared_mlp.output_linear.", f"{part}.down_proj."),
-            ("block_sparse_moe.router.", "mlp.gate."),
-            ("block_sparse_moe.experts.", "mlp.experts."),
-        ),
+        feed_forward = _sparse(config, router, shared="shared")
+    names: Renamed = (("block_sparse_moe.router.", "mlp.gate."), ("block_sparse_moe.experts.", "mlp.experts."))
+    names += (
+        ("shared_mlp.input_linear.", f"{part}.gate_up_proj."),
+        ("shared_mlp.output_linear.", f"{part}.down_proj."),
     )
-    layers = [replace(layer, mixer=mamba) if kind == "linear_attention" else layer for kind in config["layer_types"]]
-    return _model(
-        config, layers, embedding_scale=config["embedding_multiplier"], logit_divisor=config["logits_scaling"]
-    )
+    layers = [
+        replace(layer, mixer=replace(layer.attention, rope=rope), feed_forward=feed_forward, renamed=names)
+        for layer in model.layers
+    ]
+    return replace(model, layers=tuple(_with_states(config, layers, mamba)))
 
 
 FAMILIES: Mapping[str, Callable[[Config], ModelSpec]] = {

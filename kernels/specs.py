@@ -30,6 +30,10 @@ BOTH_NORMS = Norms[str | None](
 )
 
 
+Renamed = tuple[tuple[str, str], ...]
+"""Beginnings of weights' names, and what other families call them."""
+
+
 class QueryScaling(NamedTuple):
     """Factor on the queries of later positions, 1 + beta ln(1 + floor(position / length)) (Llama 4, Ministral 3)."""
 
@@ -103,7 +107,7 @@ class LayerSpec:
     biases: tuple[bool, bool, bool] = (False, False, False)  # in q, k and v; attention output; dense feed-forward
     scaled: bool = False  # the layer's output is multiplied by its `layer_scalar`
     per_layer: int | None = None  # index of the layer, if the embeddings of tokens for each layer are added to it
-    renamed: tuple[tuple[str, str], ...] = ()  # beginnings of weights' names, and what other families call them
+    renamed: Renamed = ()
 
     @property
     def attention(self) -> AttentionSpec:
