@@ -341,7 +341,7 @@ class DecoderLayer:
     def store(self, hidden: Tensor, delta: Tensor | None, places: RowPlaces, pool: Tensor) -> Tensor:
         """Run the first part of the layer: norm hidden + delta, project it, and store keys and values in the pool.
         # hidden, delta [rows, hidden] -> queries [rows, query heads, dim]"""
-        return self.keep(self.add_norm(hidden, delta, self.norms.attention_input), places, pool)
+        return self.attention.keep(self.add_norm(hidden, delta, self.norms.attention_input), places, pool)
 
     def add_norm(self, hidden: Tensor, delta: Tensor | None, norm: Tensor | None) -> Tensor:
         """Add `delta` to `hidden` in place, and return the norm of the sum, or `hidden` itself if `norm` is None.
@@ -349,11 +349,6 @@ class DecoderLayer:
         if norm is not None:
             return self.ops.add_rms_norm(hidden, delta, norm, self.epsilon, self.norm_offset)
         return hidden if delta is None else hidden.add_(delta)
-
-    def keep(self, x: Tensor, places: RowPlaces, pool: Tensor) -> Tensor:
-        """Project normed hidden states, and store their keys and values in the pool.
-        # x [rows, hidden] -> queries [rows, query heads, dim]"""
-        return self.attention.keep(x, places, pool)
 
     def _scaled(self, delta: Tensor) -> Tensor:
         return delta if self.residual == 1 else delta.mul_(self.residual)

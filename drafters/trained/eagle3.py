@@ -119,7 +119,7 @@ class TokenAndStateLayer:
 
     def _keep(self, pair: Tensor, normed: Tensor, places: RowPlaces, pool: Tensor) -> Tensor:
         """# pair [rows, 2 * hidden], normed [rows, hidden] -> queries [rows, heads, dim]"""
-        return self.layer.keep(torch.cat([pair[:, normed.shape[1] :], normed], dim=-1), places, pool)
+        return self.layer.attention.keep(torch.cat([pair[:, normed.shape[1] :], normed], dim=-1), places, pool)
 
 
 @dataclass(frozen=True, slots=True)

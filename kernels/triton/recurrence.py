@@ -54,6 +54,7 @@ def advance_states(
     # inputs [rows, at least input columns] -> [rows, heads * value_dim or columns]"""
     assert inputs.stride(1) == 1, "columns lie side by side"
     assert all(value is None or value.is_contiguous() for value in states), "states are changed in place"
+    assert rows.parents.shape[1] <= states.drafted.shape[1], "there is a place for the inputs of every node"
     (weight, bias, activated), (columns, kernel), of = convolution, convolution.weight.shape, recurrence
     if kernel > MOST_KERNEL:
         raise ValueError(f"a convolution over {kernel} inputs: the kernels take {MOST_KERNEL}")

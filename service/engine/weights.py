@@ -51,7 +51,7 @@ from service.engine.gguf_file import load_gguf
 from service.engine.gguf_reader import GGUFFile, open_gguf
 from service.engine.gguf_tokenizer import tokenizer_of
 from service.engine.kv_pool import KVShape, LayerKV
-from service.engine.modules import ATTENTION_NAME, is_experts, keeps_blocks, matrix_of, num_bytes, weights_of
+from service.engine.modules import ATTENTION_NAME, is_experts, keeps_blocks, last_norm, matrix_of, num_bytes, weights_of
 from service.engine.mxfp4 import keep_experts, with_blocks
 from service.engine.states import StateShape
 from service.errors import StartupError
@@ -280,8 +280,7 @@ def _parts(model: PreTrainedModel, *, keeps_head: bool) -> TargetParts:
     stays = keeps_head or not isinstance(head, Tensor) or head.device.type != "cpu"
     kept_head = head if head is table or stays else None
     text = model.config.get_text_config().to_dict()
-    norm = dict(model.get_decoder().named_parameters()).get("norm.weight")
-    norm = norm if has_standard_layers(model) else None
+    norm = last_norm(model).get_parameter("weight") if has_standard_layers(model) else None
     return TargetParts(_identity(model), table, kept_head, norm, text, completed)
 
 
