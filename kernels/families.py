@@ -184,15 +184,19 @@ def mixtral(config: Config) -> ModelSpec:
     return _model(config, _layers(config, {}, feed_forward=experts))
 
 
-def qwen3_moe(config: Config) -> ModelSpec:
-    """Qwen3 with experts in every `decoder_sparse_step`-th layer."""
-    router = Router(config["num_experts_per_tok"], "softmax", normalised=bool(config["norm_topk_prob"]))
-    experts, step, dense = _sparse(config, router), config["decoder_sparse_step"], config.get("mlp_only_layers") or ()
-    layers = [
+def _with_experts(config: Config, layers: list[LayerSpec], **other: Any) -> list[LayerSpec]:
+    """Give experts to every `decoder_sparse_step`-th layer that is not in `mlp_only_layers`."""
+    router = Router(config["num_experts_per_tok"], "softmax", normalised=bool(config.get("norm_topk_prob", True)))
+    experts, dense = _sparse(config, router, **other), config.get("mlp_only_layers") or ()
+    step = config.get("decoder_sparse_step", 1)
+    return [
         replace(layer, feed_forward=experts) if index not in dense and (index + 1) % step == 0 else layer
-        for index, layer in enumerate(_layers(config, {"norms": "head"}))
+        for index, layer in enumerate(layers)
     ]
-    return _model(config, layers)
+
+
+def qwen3_moe(config: Config) -> ModelSpec:
+    return _model(config, _with_experts(config, _layers(config, {"norms": "head"})))
 
 
 def olmoe(config: Config) -> ModelSpec:
@@ -234,16 +238,9 @@ def qwen3_next(config: Config) -> ModelSpec:
     sizes = keys, heads, (key_dim := config["linear_key_head_dim"]), (value_dim := config["linear_value_head_dim"])
     columns = 2 * keys * key_dim + heads * value_dim
     delta = RecurrentSpec("linear_attn", config["linear_conv_kernel_dim"], columns, *sizes, corrects=True)
-    layer = _layer(config, None, {"norms": "head", "gated": True}, norm_offset=1.0)
-    sparse = FeedForwardSpec()
+    layers = _layers(config, {"norms": "head", "gated": True}, norm_offset=1.0)
     if config.get("num_experts"):
-        router = Router(config["num_experts_per_tok"], "softmax", normalised=bool(config.get("norm_topk_prob", True)))
-        sparse = _sparse(config, router, shared="shared_expert", shared_gated=True)
-    step, dense = config.get("decoder_sparse_step", 1), config.get("mlp_only_layers") or ()
-    layers = [
-        replace(layer, feed_forward=FeedForwardSpec() if index in dense or (index + 1) % step else sparse)
-        for index in range(config["num_hidden_layers"])
-    ]
+        layers = _with_experts(config, layers, shared="shared_expert", shared_gated=True)
     return _model(config, _with_states(config, layers, delta))
 
 

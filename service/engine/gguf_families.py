@@ -324,7 +324,7 @@ def _phi3(values: Values, keys: Metadata, file: GGUFFile) -> Values:
     return {"sliding_window": window or None, "original_max_position_embeddings": trained}
 
 
-def _granite(values: Values, keys: Metadata, file: GGUFFile) -> Values:
+def granite(values: Values, keys: Metadata, file: GGUFFile) -> Values:
     """Config fields of Granite: its multipliers. A missing attention multiplier defaults to head_dim ** -0.5, the
     embedding and residual multipliers to 1."""
     return {
@@ -362,7 +362,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "gemma4": Architecture("gemma4_text", HEAD_NORMS | _GEMMA_NORMS | _GEMMA4, more=_gemma4, layers_differ=True),
     "phi3": Architecture("phi3", _FUSED_GATE | {"attn_qkv": "self_attn.qkv_proj"}, more=_phi3, rotary_part=True),
     "smollm3": Architecture("smollm3", more=_biases, pairs_adjacent=True),
-    "granite": Architecture("granite", more=_granite, pairs_adjacent=True),
+    "granite": Architecture("granite", more=granite, pairs_adjacent=True),
     "olmo2": Architecture("olmo2", tensors=HEAD_NORMS | _POST_NORMS, more=_olmo2),
     "exaone4": Architecture("exaone4", tensors=HEAD_NORMS | _POST_NORMS, more=_exaone4),
     "cohere2": Architecture("cohere2", more=_cohere2, epsilon=("attention.layer_norm_epsilon", "layer_norm_eps")),

@@ -21,6 +21,7 @@ from service.engine.gguf_families import (
     Metadata,
     More,
     Values,
+    granite,
 )
 from service.engine.gguf_reader import GGUFFile, GGUFTensor
 from service.errors import StartupError
@@ -89,7 +90,7 @@ def _granite_hybrid(values: Values, keys: Metadata, file: GGUFFile) -> Values:
     """Config fields of Granite 4, in whose Mamba-2 layers there are no keys."""
     heads, count = values["num_key_value_heads"], keys.need("ssm.time_step_rank")
     inner, experts = keys.need("ssm.inner_size"), keys.take("expert_count", 0)
-    return {
+    return granite(values, keys, file) | {
         "num_key_value_heads": _most(heads),
         "layer_types": ["full_attention" if own else "linear_attention" for own in heads],
         "mamba_n_heads": count,
@@ -103,10 +104,6 @@ def _granite_hybrid(values: Values, keys: Metadata, file: GGUFFile) -> Values:
         "num_experts_per_tok": keys.take("expert_used_count", 0),
         "shared_intermediate_size": keys.take("expert_shared_feed_forward_length") or values["intermediate_size"],
         "position_embedding_type": "rope" if keys.take("rope.scaling.finetuned", True) else "nope",
-        "attention_multiplier": keys.take("attention.scale") or values["head_dim"] ** -0.5,
-        "embedding_multiplier": keys.take("embedding_scale") or 1.0,
-        "residual_multiplier": keys.take("residual_scale") or 1.0,
-        "logits_scaling": keys.need("logit_scale"),
     }
 
 
