@@ -181,7 +181,7 @@ class PrefixCache:
     def want_state(self, lease: PrefixLease, position: int, *, least: int = _WORTH_A_STATE) -> None:
         """Let a running sequence leave a snapshot when it has computed so many positions, if that is `least` more than
         at the snapshot before."""
-        before = max((end for end in lease.ends if end <= position), default=lease.last_state)
+        before = max([lease.last_state, *(end for end in lease.ends if end <= position)])
         if self._states is not None and position - before >= least:
             lease.ends.add(position)
 

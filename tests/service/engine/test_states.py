@@ -21,6 +21,7 @@ from service.engine.engine import Engine, EngineLimits
 from service.engine.kv_pool import KVPool, KVShape, LayerKV
 from service.engine.measuring import rows_are_independent
 from service.engine.memory_planner import room_for
+from service.engine.prefix_cache import PrefixCache
 from service.engine.requests import GenerationRequest
 from service.engine.scheduler import Scheduled
 from service.engine.states import StateRoom, StateShape
@@ -346,6 +347,23 @@ def test_pools_have_room_for_states() -> None:
     assert room_for(shape, pool_bytes, replace(limits, prefix_cache=False)).states.snapshots == 0
     with pytest.raises(StartupError, match=r"states of 4 sequences and 0 prefixes: set kv_cache .* or max_sequences"):
         room_for(shape, 1 << 16, limits)
+
+
+def test_a_snapshot_is_not_wanted_twice() -> None:
+    engine, _ = engine_of()
+    states = engine.table.states
+    assert states is not None
+    cache, tokens = PrefixCache(engine.target.device, states=states), list(range(100))
+    lease = cache.acquire("", tokens)
+    for end in (40, 80):  # other texts wait for these; the sequence has passed the first already
+        cache.want_state(lease, end)
+    states.begin(0, position=80)
+    for _ in range(2):
+        cache.want_state(lease, 80)
+        if 80 in lease.ends:
+            cache.keep_state(lease, row=0)
+    assert len(states.free) == len(states.snapshots) - 1
+    assert cache.held_states([lease]) == [states.snapshots[0]]
 
 
 def test_a_state_refuses_a_gap() -> None:
