@@ -55,7 +55,9 @@ class Layer(NamedTuple):
         return Layer(*map(moved, self))
 
 
-def layer(kind: str, key_heads: int = 2, heads: int = 4, key_dim: int = 10, value_dim: int = 20) -> Layer:
+def layer(
+    kind: str, key_heads: int = 2, heads: int = 4, key_dim: int = 10, value_dim: int = 20, kernel: int = 4
+) -> Layer:
     if kind == "convolution":
         return Layer(Convolution(drawn(70, 3), None, activated=False), None)
     columns, skip, limits = 2 * key_heads * key_dim + heads * value_dim, None, (0.0, float("inf"))
@@ -63,7 +65,7 @@ def layer(kind: str, key_heads: int = 2, heads: int = 4, key_dim: int = 10, valu
         skip, limits = drawn(heads, seed=5), (0.1, 2.0)
     gates = -drawn(heads, seed=3).exp(), drawn(heads, seed=4)
     form = Recurrence(key_heads, heads, key_dim, value_dim, *gates, kind == "delta", skip, limits)
-    return Layer(Convolution(drawn(columns, 4), drawn(columns, seed=2), activated=True), form)
+    return Layer(Convolution(drawn(columns, kernel), drawn(columns, seed=2), activated=True), form)
 
 
 LAYERS = {kind: layer(kind) for kind in ("delta", "mamba", "convolution")}
@@ -203,6 +205,15 @@ def test_states_and_results_are_those_of_a_plain_loop(on_cpu: Ops, kind: str, dt
             schedule = Schedule(on_cpu, LAYERS[kind], dtype, "cpu", seed)
             for _ in range(5):
                 schedule.step()
+
+
+@pytest.mark.parametrize("sizes", [(1, 3, 96, 33, 1), (2, 2, 3, 5, 16), (1, 1, 256, 16, 7)])
+@pytest.mark.parametrize("kind", ["delta", "mamba"])
+def test_heads_and_convolutions_of_other_sizes(compiled: Ops, kind: str, sizes: tuple[int, ...]) -> None:
+    schedule = Schedule(compiled, layer(kind, *sizes), torch.float32, "cpu", 0)
+    for _ in range(5):
+        schedule.step()
+    assert (torch.tensor([1e-40]) / 2).item(), "denormal numbers are zeros in states alone"
 
 
 @ROW_TYPES
