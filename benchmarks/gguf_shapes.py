@@ -29,6 +29,7 @@ _SCALES: Mapping[GGMLQuantizationType, tuple[int, ...]] = {
     GGMLQuantizationType.MXFP4: (),  # has exponents
 }
 """Offsets of float16 scales in a block, in bytes."""
+_GATES, _POST = ("alpha", "beta"), ("gpt-oss", "qwen35")
 _TOKENIZER = ("model", "pre", "tokens", "token_type", "merges", "bos_token_id", "eos_token_id")
 
 
@@ -63,6 +64,10 @@ class Shape:
     arch: str = "llama"
     experts: int = 0
     chosen: int = 0  # experts of a token
+    delta_heads: int = 0  # of 128 by 128, in three of four layers; 0: none is recurrent
+
+    def is_recurrent(self, layer: int) -> bool:
+        return self.delta_heads > 0 and (layer + 1) % 4 != 0
 
     def matrices(self, mix: Mix) -> Iterator[Matrix]:
         """Yield the matrices with their types, as llama.cpp's quantiser chooses them; `mxfp4` is that of experts."""
@@ -76,10 +81,18 @@ class Shape:
         for layer in range(self.layers):
             more = layer < eighth or layer >= 7 * eighth or (layer - eighth) % 3 == 2
             some, block = high if more else low, f"blk.{layer}"
-            yield Matrix(f"{block}.attn_q.weight", self.heads * self.dim, self.hidden, low)
-            yield Matrix(f"{block}.attn_k.weight", self.kv_heads * self.dim, self.hidden, low)
-            yield Matrix(f"{block}.attn_v.weight", self.kv_heads * self.dim, self.hidden, some)
-            yield Matrix(f"{block}.attn_output.weight", self.hidden, self.heads * self.dim, low)
+            if self.is_recurrent(layer):
+                width = 128 * self.delta_heads
+                yield Matrix(f"{block}.attn_qkv.weight", 3 * width, self.hidden, low)
+                yield Matrix(f"{block}.attn_gate.weight", width, self.hidden, low)
+                yield Matrix(f"{block}.ssm_out.weight", self.hidden, width, low)
+                yield from (Matrix(f"{block}.ssm_{one}.weight", self.delta_heads, self.hidden, low) for one in _GATES)
+            else:
+                gated = 2 if self.delta_heads else 1
+                yield Matrix(f"{block}.attn_q.weight", gated * self.heads * self.dim, self.hidden, low)
+                yield Matrix(f"{block}.attn_k.weight", self.kv_heads * self.dim, self.hidden, low)
+                yield Matrix(f"{block}.attn_v.weight", self.kv_heads * self.dim, self.hidden, some)
+                yield Matrix(f"{block}.attn_output.weight", self.hidden, self.heads * self.dim, low)
             of, width = "_exps" if self.experts else "", self.feed_forward
             for name, out, columns, kind in (
                 ("gate", width, self.hidden, low),
@@ -94,10 +107,14 @@ class Shape:
         for layer in range(self.layers):
             block = f"blk.{layer}"
             yield f"{block}.attn_norm.weight", (self.hidden,)
-            yield f"{block}.{'post_attention' if self.arch == 'gpt-oss' else 'ffn'}_norm.weight", (self.hidden,)
+            yield f"{block}.{'post_attention' if self.arch in _POST else 'ffn'}_norm.weight", (self.hidden,)
+            if self.is_recurrent(layer):
+                yield f"{block}.ssm_conv1d.weight", (3 * 128 * self.delta_heads, 4)
+                yield f"{block}.ssm_norm.weight", (128,)
+                yield from ((f"{block}.ssm_{one}", (self.delta_heads,)) for one in ("a", "dt.bias"))
             if self.experts:
                 yield f"{block}.ffn_gate_inp.weight", (self.experts, self.hidden)
-            if self.arch == "qwen3moe":
+            if self.arch == "qwen3moe" or (self.delta_heads and not self.is_recurrent(layer)):
                 yield from ((f"{block}.attn_{name}_norm.weight", (self.dim,)) for name in "qk")
             if self.arch == "gpt-oss":
                 yield f"{block}.attn_sinks.weight", (self.heads,)
@@ -113,6 +130,7 @@ SHAPES: Mapping[str, Shape] = {
     "llama-3b": Shape(3072, 28, 24, 8, 128, 8192, 128256),
     "llama-8b": Shape(4096, 32, 32, 8, 128, 14336, 128256, tied=False),
     "qwen3-30b-a3b": Shape(2048, 48, 32, 4, 128, 768, 151936, False, "qwen3moe", experts=128, chosen=8),
+    "qwen3.5-2b": Shape(2048, 24, 8, 2, 256, 6144, 248320, arch="qwen35", delta_heads=16),
     "gpt-oss-20b": Shape(2880, 24, 64, 8, 64, 2880, 201088, False, "gpt-oss", experts=32, chosen=4),
 }
 
@@ -143,10 +161,16 @@ def write_file(path: Path, shape: Shape, matrices: list[Matrix], vocabulary: GGU
     for one in matrices:
         writer.write_tensor_data(random_blocks(generator, one.outputs * max(1, one.experts), one.columns, one.kind))
     for name, size in vectors.items():
-        router = generator.normal(0, shape.hidden**-0.5, size) if "ffn_gate_inp.weight" in name else 0.0
-        numbers = np.full(size, "norm" in name, dtype=np.float32) + np.float32(router)
+        is_random = name.endswith(("ffn_gate_inp.weight", "conv1d.weight"))
+        numbers = np.full(size, _values_of(name), dtype=np.float32)
+        numbers += np.float32(generator.normal(0, size[-1] ** -0.5, size) if is_random else 0.0)
         writer.write_tensor_data(numbers)
     writer.close()
+
+
+def _values_of(name: str) -> float:
+    """Value of all numbers of a float32 tensor: norms are ones, and decays, with a step of ln 2, are half."""
+    return -1.0 if name.endswith("ssm_a") else float("norm" in name)
 
 
 def _add_keys(writer: GGUFWriter, shape: Shape) -> None:
@@ -158,7 +182,7 @@ def _add_keys(writer: GGUFWriter, shape: Shape) -> None:
     writer.add_head_count_kv(shape.kv_heads)
     writer.add_key_length(shape.dim)
     writer.add_value_length(shape.dim)
-    writer.add_rope_dimension_count(shape.dim)
+    writer.add_rope_dimension_count(shape.dim // 4 if shape.delta_heads else shape.dim)
     writer.add_rope_freq_base(10000.0)
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_vocab_size(shape.vocab)
@@ -168,6 +192,14 @@ def _add_keys(writer: GGUFWriter, shape: Shape) -> None:
         writer.add_expert_feed_forward_length(shape.feed_forward)
     if shape.arch == "gpt-oss":
         writer.add_sliding_window(128)
+    if shape.delta_heads:
+        writer.add_rope_dimension_sections([11, 11, 10, 0])
+        writer.add_full_attention_interval(4)
+        writer.add_ssm_conv_kernel(4)
+        writer.add_ssm_state_size(128)
+        writer.add_ssm_group_count(shape.delta_heads)
+        writer.add_ssm_time_step_rank(shape.delta_heads)
+        writer.add_ssm_inner_size(128 * shape.delta_heads)
 
 
 def random_blocks(
