@@ -28,7 +28,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
     return {
         "mtp": (mimo(place / "mimo"), None),
         "mtp of experts": (with_module(place / "glm", "glm4_moe"), None),
-        "mtp with gates": (with_module(place / "qwen", "qwen3_5_text"), None),
+        "mtp with gates": (with_module(place / "gates", "qwen3_5_text"), None),
         "dflash": (qwen, dflash(place / "dflash")),
         "jetspec": (qwen, dflash(place / "jetspec", causal=True)),
         "eagle3": (llama, eagle3(place / "eagle3")),
