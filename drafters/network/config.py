@@ -78,7 +78,6 @@ class DrafterConfig(ABC):
 
     kind: ClassVar[str]  # the name in drafter files and in the setting `drafter`
     trained_blocks: ClassVar[int]  # number of consecutive blocks in training
-    families: ClassVar[tuple[str, ...]] = OF_DRAFTERS  # model types that its layers can have
     family: ClassVar[str | None] = None  # layer family in published drafters of the kind; None: the target's
     injected: ClassVar[bool] = False  # committed positions run no layer: keys and values come from their condition
 
@@ -107,6 +106,11 @@ class DrafterConfig(ABC):
     @abstractmethod
     def structure(self) -> Any:
         """Return the `Structure` of the kind's network for this config."""
+
+    @property
+    def families(self) -> tuple[str, ...]:
+        """Model types that layers of the kind can have."""
+        return OF_DRAFTERS
 
     @property
     @abstractmethod

@@ -40,12 +40,15 @@ class MTPConfig(DrafterConfig):
 
     kind: ClassVar[str] = "mtp"
     trained_blocks: ClassVar[int] = 2
-    families: ClassVar[tuple[str, ...]] = (*OF_DRAFTERS, *_NEXTN, *_QWEN)
 
     reads_normed: bool = False  # it reads the target's state after the output norm
 
     def structure(self) -> Structure:
         return MTPStructure(self)
+
+    @property
+    def families(self) -> tuple[str, ...]:
+        return (*OF_DRAFTERS, *_NEXTN, *_QWEN)
 
     @property
     def options(self) -> Fields:
