@@ -24,7 +24,11 @@ KEYS: dict[str, Any] = {
     "attention.layer_norm_rms_epsilon": 1e-5,
     "attention.layer_norm_epsilon": 1e-5,
 }
-GEMMA4 = {"attention__sliding_window": 512, "attention__key_length_swa": 16, "attention__value_length_swa": 16}
+GEMMA4: dict[str, Any] = {
+    "attention__sliding_window": 512,
+    "attention__key_length_swa": 16,
+    "attention__value_length_swa": 16,
+}
 GEMMA4 |= {"attention__key_length": 32, "attention__value_length": 32, "attention__shared_kv_layers": 0}
 GEMMA4 |= {"rope__dimension_count_swa": 16, "rope__freq_base_swa": 1e4, "embedding_length_per_layer_input": 0}
 
@@ -249,7 +253,7 @@ def test_layers_of_gemma_4() -> None:
     dense = config_of(file_of("gemma4", "rope_freqs.weight", "blk.5.attn_v.weight", **GEMMA4))
     assert [dense.per_layer_config[index].head_dim for index in range(6)] == [16] * 5 + [32]
     assert (dense.attention_k_eq_v, dense.enable_moe_block, dense.hidden_size_per_layer_input) == (False, False, 0)
-    differ = {"attention__head_count_kv": [4, 4, 2] * 2, "feed_forward_length": [128] * 3 + [256] * 3}
+    differ: dict[str, Any] = {"attention__head_count_kv": [4, 4, 2] * 2, "feed_forward_length": [128] * 3 + [256] * 3}
     differ |= {"attention__sliding_window_pattern": [True, True, False] * 2, "attention__shared_kv_layers": 3}
     differ |= {"expert_feed_forward_length": 32}
     other = config_of(
