@@ -13,12 +13,12 @@ PRODUCT = modules(*PACKAGES)
 OUTSIDE_KERNELS = modules("service", "adaptation", "drafters")
 
 CODE_LINES = {
-    "product": (PRODUCT, 32_305),
-    BENCHMARKS: (modules(BENCHMARKS), 5_393),
-    "tests": (modules("tests"), 37_460),
+    "product": (PRODUCT, 33_448),
+    BENCHMARKS: (modules(BENCHMARKS), 5_421),
+    "tests": (modules("tests"), 38_468),
 }
 """At most so many lines of code (no blank lines, comments, docstrings) in these files."""
-NUM_FILES = 229
+NUM_FILES = 238
 
 UNDOCUMENTED, WITHOUT_SHAPES = 0.03, 0.05  # of public functions, and of those that take or return tensors
 MODULE_LINES = 400
