@@ -49,7 +49,9 @@ def configure_logging(level: str, *, as_json: bool) -> None:
     logging.captureWarnings(True)
     for name in _CHATTY:
         logging.getLogger(name).setLevel(max(logging.WARNING, logging.getLogger().level))
-    logging.getLogger("transformers.modeling_utils").setLevel(logging.ERROR)  # `refuse_incomplete` says what matters
+    # `refuse_incomplete` says what matters; the model's own recurrent layers run for the trial alone.
+    for name in ("modeling_utils", "integrations.hub_kernels"):
+        logging.getLogger(f"transformers.{name}").setLevel(logging.ERROR)
 
 
 Advance = Callable[[float, str], None]
