@@ -20,6 +20,7 @@ from kernels import ops
 from kernels.graph_runner import capture_for
 from kernels.layers import Product
 from kernels.rows import ExtendRows, ForwardRows
+from kernels.tree_attention import AttentionForm
 from service.assembly import device_of
 from service.bench.commands import Out
 from service.conditions import refuse_unwritable, surroundings, write_report
@@ -78,7 +79,7 @@ def _ours(layer: _Layer, device: torch.device) -> Callable[[], object]:
         query_heads=layer.queries.shape[1],
         kv_heads=heads,
     )
-    return partial(planned.attend, layer.queries, layer.pool, scale=head_dim**-0.5)
+    return partial(planned.attend, layer.queries, layer.pool, AttentionForm(head_dim**-0.5))
 
 
 def _flex(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Callable[[], object]:

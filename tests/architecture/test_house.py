@@ -13,8 +13,8 @@ PRODUCT = modules(*PACKAGES)
 OUTSIDE_KERNELS = modules("service", "adaptation", "drafters")
 
 CODE_LINES = {
-    "product": (PRODUCT, 33_448),
-    BENCHMARKS: (modules(BENCHMARKS), 5_421),
+    "product": (PRODUCT, 33_452),
+    BENCHMARKS: (modules(BENCHMARKS), 5_422),
     "tests": (modules("tests"), 38_468),
 }
 """At most so many lines of code (no blank lines, comments, docstrings) in these files."""

@@ -96,7 +96,7 @@ def prompt_bits(engine: Engine, one: GenerationRequest) -> torch.Tensor:
     while sequence.is_prefilling:
         engine.step()
     shared = engine.table.slots[sequence.table_row, : SHARED - 1]
-    bits = torch.stack([layer[:, shared] for layer in engine.target.pool.layers])
+    bits = torch.stack([layer[:, shared] for layer in engine.target.pool.keys_and_values])
     while not engine.idle:
         engine.step()
     return bits

@@ -81,7 +81,7 @@ def test_every_step_has_the_bits_of_one_that_is_not_captured(family: str, num_pl
         assert plain.features is not None
         assert captured.features is not None
         assert torch.equal(plain.features, captured.features)
-        for one, other in zip(both.plain.pool.layers, both.captured_target.pool.layers, strict=True):
+        for one, other in zip(both.plain.pool.keys_and_values, both.captured_target.pool.keys_and_values, strict=True):
             assert torch.equal(one[:, :-1], other[:, :-1])
 
 
@@ -89,15 +89,15 @@ def test_padding_rows_leave_the_null_slot_alone() -> None:
     both = Both("llama")
     both.step([1, 2], 3, seed=0)
     pool = both.captured_target.pool
-    assert not any(layer[:, NULL_SLOT].any() for layer in pool.layers)
-    assert all(layer[:, pool.unread_slot].any() for layer in pool.layers)
+    assert not any(layer[:, NULL_SLOT].any() for layer in pool.keys_and_values)
+    assert all(layer[:, pool.unread_slot].any() for layer in pool.keys_and_values)
 
 
 def test_a_broken_row_breaks_no_other() -> None:
     both = Both("llama")
     broken = both.table.slots[0, :CONTEXT]
     for target in (both.plain, both.captured_target):
-        for layer in target.pool.layers:
+        for layer in target.pool.keys_and_values:
             layer[:, broken] = float("nan")
     plain, captured = both.step([0, 1], 3, seed=1)
     assert captured.logits[0].isnan().all()
@@ -146,7 +146,7 @@ def test_captured_choices_are_those_that_are_asked_for(lines: list[int]) -> None
 
 def test_a_broken_row_is_reported_by_a_captured_choice() -> None:
     both = Both("llama")
-    for layer in both.captured_target.pool.layers:
+    for layer in both.captured_target.pool.keys_and_values:
         layer[:, both.table.slots[0, :CONTEXT]] = float("nan")
     _, captured = both.step([0, 1], 0, seed=1)
     assert captured.sampler.likeliest(captured.logits).bad_rows.tolist() == [True, False]

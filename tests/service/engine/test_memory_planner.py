@@ -160,7 +160,7 @@ def test_layers_with_a_window_take_a_quarter_of_the_memory() -> None:
 @pytest.mark.parametrize("max_sequences", [1, 32, 256])
 def test_slots_and_places_take_no_more_than_there_is(share: int | None, gigabytes: int, max_sequences: int) -> None:
     """With a layer in six that keeps all, and with none."""
-    shape = replace(GEMMA_3_12B, layers=tuple(replace(layer, window=1024) for layer in GEMMA_3_12B.layers))
+    shape = replace(GEMMA_3_12B, layers=(LayerKV(8, 256, 1024),) * 48)
     shape = shape if share == 0 else GEMMA_3_12B
     limits = EngineLimits(max_model_len=2048, max_sequences=max_sequences, prefill_chunk=256, max_budget=64)
     room, full = room_for(shape, gigabytes * GIB, limits), gigabytes * GIB // shape.bytes_per_slot

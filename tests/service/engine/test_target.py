@@ -139,7 +139,7 @@ def stock_layer_outputs(family: str, tokens: list[int]) -> list[Tensor]:
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 def test_slots_of_no_one_are_never_read(family: str) -> None:
     texts = Texts(tiny_target(loaded_tiny(family)))
-    for layer in texts.target.pool.layers:
+    for layer in texts.target.pool.keys_and_values:
         layer[:, NULL_SLOT + 1 :] = torch.nan
     text = prompt(8, 100)
     texts.extend(0, text[:-1], 9)
