@@ -226,7 +226,8 @@ def _target(
     network, device = weights.network if weights else None, loaded.model.device
     taps = taps_of(drafter_name, len(loaded.kv_shape.layers), network.config.tap_layers if network else ())
     target = memory_planner.target_without_room(loaded, limits, taps)
-    pool_bytes = config.kv_cache_bytes(device.type, 0)
+    states = loaded.kv_shape.state_bytes(memory_planner.running_states(loaded.kv_shape, limits))
+    pool_bytes = config.kv_cache_bytes(device.type, 0, states_bytes=states)
     if device.type == "cuda":
         needs = memory_planner.needs_of(target, limits, network, _learning(config, loaded), captures=captures)
         trees = scratch_places(limits.max_sequences) * beside

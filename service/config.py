@@ -32,7 +32,7 @@ _SLOWEST_RELEASE = 10.0  # seconds per token
 _KIND = r"[\w.-]+"
 _DRAFTER = re.compile(rf"{_KIND}(?:\+{_KIND})?")
 _MEMORY = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(GiB|MiB|%)\s*", re.IGNORECASE)
-_CPU_MEMORY, _CUDA_MEMORY = "1GiB", "80%"
+_CUDA_MEMORY = "80%"
 _PAST_MEMORY = "64MiB"  # three million tokens
 _LARGEST_SHARE = 95  # percent; steps need the rest
 
@@ -151,7 +151,7 @@ class ServiceConfig(BaseModel):
     kv_cache: Annotated[str | None, AfterValidator(_memory)] = _setting(
         None,
         "Memory for the KV cache: a size (4GiB, 512MiB), or a share of the device memory that is free once the "
-        "weights are loaded (80%). Unset: 1GiB on a CPU, 80% on a GPU.",
+        "weights are loaded (80%). Unset: 80% on a GPU; on a CPU 1GiB, beside the states of recurrent layers.",
         panel="Memory and batching",
     )
     max_sequences: int = _setting(
@@ -340,9 +340,12 @@ class ServiceConfig(BaseModel):
         assert match is not None, "checked when it was set"
         return int(float(match[1]) * {"gib": GIB, "mib": 1024**2}[match[2].lower()])
 
-    def kv_cache_bytes(self, device_type: str, free_bytes: int) -> int:
-        """Return the bytes for the KV cache on a device of this type with `free_bytes` of free memory."""
-        match = _MEMORY.fullmatch(self.kv_cache or (_CPU_MEMORY if device_type == "cpu" else _CUDA_MEMORY))
+    def kv_cache_bytes(self, device_type: str, free_bytes: int, *, states_bytes: int = 0) -> int:
+        """Return the bytes for the KV cache on a device of this type with `free_bytes` of free memory. `states_bytes`:
+        states of running sequences, which the default of a CPU does not count."""
+        if self.kv_cache is None and device_type == "cpu":
+            return GIB + states_bytes
+        match = _MEMORY.fullmatch(self.kv_cache or _CUDA_MEMORY)
         assert match is not None, "checked when it was set"
         unit = {"gib": GIB, "mib": 1024**2, "%": free_bytes / 100}[match[2].lower()]
         return int(float(match[1]) * unit)

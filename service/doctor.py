@@ -22,7 +22,7 @@ from service.engine.ends import names_of_ends
 from service.engine.gguf_reader import part_paths
 from service.engine.kv_pool import KVShape
 from service.engine.measuring import processor_name
-from service.engine.memory_planner import check_free_memory, room_for
+from service.engine.memory_planner import check_free_memory, room_for, running_states
 from service.engine.weights import Described, describe, gguf_file, kv_layers
 from service.errors import StartupError
 from service.text.tokenizer import ChatTokenizer
@@ -115,14 +115,15 @@ def _memory(config: ServiceConfig) -> str:
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         return f"{free / GIB:.1f} of {total / GIB:.1f} GiB of the GPU are free"
-    pool_bytes = config.kv_cache_bytes("cpu", 0)
     name, folder = choose_drafter(config, starts=True)
     drafter = config.drafter_path if "model" in drafter_needs(name) else folder
     loaded = (str(path) for path in (config.model_source, drafter) if path is not None)
-    taken = check_free_memory(sum(map(_weight_bytes, loaded)), pool_bytes)
     text = _target(config).config.get_text_config()
     limits = limits_of(config, text.max_position_embeddings)
     shape = KVShape(kv_layers(text), dtype_of(config, device))
+    running = shape.state_bytes(running_states(shape, limits))
+    pool_bytes = config.kv_cache_bytes("cpu", 0, states_bytes=running)
+    taken = check_free_memory(sum(map(_weight_bytes, loaded)), pool_bytes)
     room = room_for(shape, pool_bytes, limits)
     states = f", {shape.state_bytes(room.states) / GIB:.2f} GiB" if shape.bytes_per_state else ""
     return f"{taken}; the KV cache holds {room.described}{states}"

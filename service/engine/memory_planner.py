@@ -95,13 +95,19 @@ class KVRoom(NamedTuple):
         return f"{self.num_slots - 1} tokens{places}{snapshots}"
 
 
+def running_states(shape: KVShape, limits: EngineLimits) -> StateRoom:
+    """Numbers of states of running sequences."""
+    if not shape.bytes_per_state:
+        return ONE_PROMPT
+    return StateRoom(*map(max, (limits.max_sequences, limits.max_budget), _LEAST_STATES))
+
+
 def _states_for(shape: KVShape, pool_bytes: int, limits: EngineLimits, needed: int) -> StateRoom:
     """Numbers of states that a pool of so many bytes gets: those of running sequences, and one snapshot for
     `_TOKENS_PER_SNAPSHOT` slots. `needed`: bytes of slots and places that must be left."""
+    states = running_states(shape, limits)
     if not shape.bytes_per_state:
-        return ONE_PROMPT
-    sequences, nodes = max(limits.max_sequences, _LEAST_STATES.sequences), max(limits.max_budget, _LEAST_STATES.nodes)
-    states = StateRoom(sequences, nodes)
+        return states
     left = pool_bytes - shape.state_bytes(states)
     beside = shape.bytes_per_state + _TOKENS_PER_SNAPSHOT * shape.bytes_per_slot
     most = min(left // beside, (left - needed) // shape.bytes_per_state)

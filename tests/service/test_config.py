@@ -227,6 +227,7 @@ def test_memory_for_keys_and_values(settings: dict[str, str], on_cpu: int, on_cu
     config = ServiceConfig.model_validate(settings)
     assert config.kv_cache_bytes("cpu", 10 * GIB) == on_cpu
     assert config.kv_cache_bytes("cuda", 10 * GIB) == on_cuda
+    assert config.kv_cache_bytes("cpu", 0, states_bytes=7) == config.kv_cache_bytes("cpu", 0) + 7 * (not settings)
 
 
 @pytest.mark.parametrize(
