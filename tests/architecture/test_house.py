@@ -15,7 +15,7 @@ OUTSIDE_KERNELS = modules("service", "adaptation", "drafters")
 CODE_LINES = {
     "product": (PRODUCT, 33_459),
     BENCHMARKS: (modules(BENCHMARKS), 5_422),
-    "tests": (modules("tests"), 38_469),
+    "tests": (modules("tests"), 38_470),
 }
 """At most so many lines of code (no blank lines, comments, docstrings) in these files."""
 NUM_FILES = 238

@@ -90,6 +90,7 @@ def metadata_of(config: PreTrainedConfig, arch: str) -> dict[str, Any]:
             "attention.scale": config.attention_multiplier,
             "logit_scale": config.logits_scaling,
         }
+    sections = config.rope_parameters.get("mrope_section", (1, 1, 0))
     return {
         "ssm.conv_kernel": config.linear_conv_kernel_dim,
         "ssm.state_size": config.linear_key_head_dim,
@@ -98,7 +99,7 @@ def metadata_of(config: PreTrainedConfig, arch: str) -> dict[str, Any]:
         "ssm.inner_size": config.linear_value_head_dim * config.linear_num_value_heads,
         "full_attention_interval": 4,
         "rope.dimension_count": int(config.head_dim * config.rope_parameters["partial_rotary_factor"]),
-        "rope.dimension_sections": None if arch == "qwen3next" else [*config.rope_parameters.get("mrope_section", (1, 1, 0)), 0],
+        "rope.dimension_sections": None if arch == "qwen3next" else [*sections, 0],
         "expert_feed_forward_length": getattr(config, "moe_intermediate_size", None),
         "expert_shared_feed_forward_length": getattr(config, "shared_expert_intermediate_size", None),
     }
