@@ -101,6 +101,13 @@ def advance_states(
     return y
 
 
+def assert_layout(inputs: Tensor, states: LayerStates, rows: StateRows) -> None:
+    """Assert what kernels of `advance_states` need of its arguments. # inputs [rows, at least input columns]"""
+    assert inputs.stride(1) == 1, "columns lie side by side"
+    assert all(value is None or value.is_contiguous() for value in states), "states are changed in place"
+    assert rows.parents.shape[1] <= states.drafted.shape[1], "there is a place for the inputs of every node"
+
+
 class _State(NamedTuple):
     tail: Tensor  # [kernel - 1, columns]
     matrix: Tensor | None  # [heads, key_dim, value_dim]

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from kernels.cpu.library import CStruct, call, contiguous, remembered
-from kernels.recurrence import Convolution, LayerStates, Recurrence, StateRows
+from kernels.recurrence import Convolution, LayerStates, Recurrence, StateRows, assert_layout
 
 MOST_KERNEL = 16
 """Inputs of the longest convolution, as in recurrence.cpp."""
@@ -18,9 +18,7 @@ def advance_states(
     inputs: Tensor, convolution: Convolution, recurrence: Recurrence | None, states: LayerStates, rows: StateRows
 ) -> Tensor:
     """Same as the reference op. # inputs [rows, at least input columns] -> [rows, heads * value_dim or columns]"""
-    assert inputs.stride(1) == 1, "columns lie side by side"
-    assert all(value is None or value.is_contiguous() for value in states), "states are changed in place"
-    assert rows.parents.shape[1] <= states.drafted.shape[1], "there is a place for the inputs of every node"
+    assert_layout(inputs, states, rows)
     width, prepared = convolution.weight.shape[0], None
     if recurrence is not None:
         number = inputs.shape[0] + rows.replayed.numel()

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 from triton.language.extra import libdevice
 
-from kernels.recurrence import Convolution, LayerStates, Recurrence, StateRows
+from kernels.recurrence import Convolution, LayerStates, Recurrence, StateRows, assert_layout
 from kernels.tree_attention import MAX_DEPTH
 from kernels.triton.layers import add_rms_norm
 
@@ -52,9 +52,7 @@ def advance_states(
 ) -> Tensor:
     """Same as the reference op. Raises ValueError for a convolution over more than four inputs.
     # inputs [rows, at least input columns] -> [rows, heads * value_dim or columns]"""
-    assert inputs.stride(1) == 1, "columns lie side by side"
-    assert all(value is None or value.is_contiguous() for value in states), "states are changed in place"
-    assert rows.parents.shape[1] <= states.drafted.shape[1], "there is a place for the inputs of every node"
+    assert_layout(inputs, states, rows)
     (weight, bias, activated), (columns, kernel), of = convolution, convolution.weight.shape, recurrence
     if kernel > MOST_KERNEL:
         raise ValueError(f"a convolution over {kernel} inputs: the kernels take {MOST_KERNEL}")

@@ -197,7 +197,8 @@ class PrefixCache:
         if not self._states.free:
             used = self._states.in_use
             held = [node for node in self._nodes() if node.state is not None and node.state not in used]
-            self._drop_state(min(held, key=lambda node: node.last_seen)) if held else None
+            if held:
+                self._drop_state(min(held, key=lambda node: node.last_seen))
         if self._states.free:
             lease.states[position], lease.last_state = self._states.keep(row), position
 

@@ -13,7 +13,7 @@ PRODUCT = modules(*PACKAGES)
 OUTSIDE_KERNELS = modules("service", "adaptation", "drafters")
 
 CODE_LINES = {
-    "product": (PRODUCT, 33_459),
+    "product": (PRODUCT, 33_460),
     BENCHMARKS: (modules(BENCHMARKS), 5_422),
     "tests": (modules("tests"), 38_470),
 }
