@@ -1,7 +1,8 @@
-"""Calibration of acceptance probabilities, learned while serving: a table of rates by bucket (`HitTable`) with two
-users. `SurvivalCalibration` corrects the survival of nodes, by depth and claimed survival; `RankCalibration` corrects a
-drafter's predictions for its ranks, by block, position and rank class. A label is a node whose parent was accepted.
-Labels decay, so that a bucket without recent labels returns to its prior.
+"""Calibration of acceptance probabilities, learned while serving: hit rates by bucket (`HitCounts`) with two users.
+`SurvivalCalibration` corrects the survival of nodes, by depth and claimed survival; `RankCalibration` corrects a
+drafter's predictions for its ranks, by block, position and rank class. A label is a node whose parent was accepted; it
+counts its predicted probability as expected, so that rates are correction factors. Labels decay, so that a bucket
+without recent labels returns to its prior.
 Legend: batch, nodes as in drafters/tree.py; rows = sequences of the engine's table; buckets."""
 
 from collections.abc import Sequence
@@ -27,61 +28,29 @@ _BINS = 10  # equal ranges of survival, for the calibration error
 _BIN_DECAY = 0.998
 
 
-class HitTable:
-    """Rates (prior + accepted) / (prior + expected) by flat bucket index, clamped to `limits`. If each label counts 1
-    as expected, they are acceptance rates; if it counts its predicted probability, they are correction factors. Each
-    call of `observe` multiplies the weight of earlier labels by `decay`."""
-
-    def __init__(
-        self, prior_true: Tensor, prior_expected: Tensor, *, decay: float, limits: tuple[float, float] = (0.0, 1.0)
-    ) -> None:
-        """`prior_true / prior_expected`: initial rates. # both [buckets]"""
-        prior_true, prior_expected = prior_true.float(), prior_expected.float()
-        came_true, expected, rates = (torch.zeros_like(prior_true) for _ in range(3))
-        self.counts = HitCounts(prior_true, prior_expected, came_true, expected, rates, decay, *limits)
-        self.counts.estimate()
-        self._ops = ops.on(prior_true.device)
-
-    @property
-    def rates(self) -> Tensor:
-        """Current rate of each bucket. # [buckets] float32"""
-        return self.counts.rates
-
-    def observe(self, buckets: Tensor, true: Tensor, expected: Tensor) -> None:
-        """Count labels; entries without a label have 0 in both `true` and `expected`. # buckets [...] int64; true,
-        expected [...] bool or float32"""
-        self._ops.count_hits(self.counts, buckets, true, expected)
-
-    def fade(self, share: float) -> None:
-        """Multiply the weight of all labels so far by `share`."""
-        for counted in (self.counts.came_true, self.counts.expected):
-            counted.mul_(share)
-        self.counts.estimate()
-
-
 class SurvivalCalibration:
     """Correction of the survival that drafters claim for nodes, by depth and claim, learned from verified steps."""
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
-        even = torch.full((DEPTHS * CLAIMS,), _CLAIM_PRIOR, device=device)
-        self._table = HitTable(even, even, decay=_CLAIM_DECAY, limits=_CLAIM_LIMITS)
+        how = {"prior": _CLAIM_PRIOR, "decay": _CLAIM_DECAY}
+        self._counts = HitCounts.empty(DEPTHS * CLAIMS, **how, limits=_CLAIM_LIMITS, device=device)
         self._bins = torch.zeros(3, _BINS, device=device)  # sums of nodes, survival and accepted nodes
-        self._ops = ops.on(even.device)
+        self._ops = ops.on(self._bins.device)
 
     @property
     def rates(self) -> Tensor:
         """Correction factors by depth and claim, for the kernel `correct_survival`. # [DEPTHS * CLAIMS] float32"""
-        return self._table.rates
+        return self._counts.rates
 
     def learn(self, trees: DraftTree, claimed: Tensor, buckets: Tensor, tokens: Tensor, counts: Tensor) -> None:
         """Learn from verified nodes. # claimed, buckets [batch, nodes], see `Pruned`; tokens [batch, longest], counts
         [batch], see `Committed`"""
         known = trees, claimed, buckets, tokens, counts
-        self._ops.count_claims(self._table.counts, self._bins, _BIN_DECAY, *known)
+        self._ops.count_claims(self._counts, self._bins, _BIN_DECAY, *known)
 
     def on_weights_changed(self) -> None:
         """Reduce the weight of labels that earlier drafter weights produced."""
-        self._table.fade(_OLD_WEIGHTS)
+        self._counts.fade(_OLD_WEIGHTS)
 
     def error(self) -> float:
         """Return the expected calibration error of corrected survival over recently verified nodes, 0 without any.
@@ -95,8 +64,8 @@ class RankCalibration:
     node becomes a label once a token is committed after its parent, whether or not the node itself was verified."""
 
     def __init__(self, block_size: int, sizes: DraftingSizes) -> None:
-        even = torch.full((2 * block_size * _CLASSES,), _RANK_PRIOR, device=sizes.device)
-        self._table = HitTable(even, even, decay=_RANK_DECAY, limits=_RANK_LIMITS)
+        how = {"prior": _RANK_PRIOR, "decay": _RANK_DECAY}
+        self._counts = HitCounts.empty(2 * block_size * _CLASSES, **how, limits=_RANK_LIMITS, device=sizes.device)
         positions = torch.arange(block_size, device=sizes.device)[:, None] * _CLASSES
         first = positions + torch.tensor(CLASS_OF_RANK, device=sizes.device)  # [block, rank]
         self._first_further = block_size * _CLASSES  # first bucket of the blocks after a tree's first
@@ -104,7 +73,7 @@ class RankCalibration:
         # The last row is a dummy for the padding of batches.
         ids = torch.zeros(4, sizes.max_sequences + 1, sizes.max_nodes, dtype=torch.int64, device=sizes.device)
         self.proposed = Proposed(ids[0], ids[1], ids[2], torch.zeros_like(ids[0], dtype=torch.float32), ids[3])
-        self._ops = ops.on(even.device)
+        self._ops = ops.on(ids.device)
 
     def forget(self, rows: Sequence[int]) -> None:
         """Drop the trees kept for these rows, so that the next committed tokens are not compared with them."""
@@ -113,7 +82,7 @@ class RankCalibration:
     @property
     def rates(self) -> Tensor:
         """Correction factors of conditional probabilities. # [buckets] float32"""
-        return self._table.rates
+        return self._counts.rates
 
     def buckets(self, block: int) -> Tensor:
         """Return the bucket of each node of a block, counted from 0. # -> [block, rank] int64"""
@@ -131,11 +100,11 @@ class RankCalibration:
     def learn(self, rows: Tensor, tokens: Tensor, counts: Tensor) -> Tensor:
         """Learn from the tokens committed after the kept trees. # rows, counts [batch]; tokens [batch, depth + 1]
         -> [2] int64: accepted tokens from blocks after a tree's first, and all committed tokens"""
-        return self._ops.judge_proposed(self.proposed, self._table.counts, rows, tokens, counts, self._first_further)
+        return self._ops.judge_proposed(self.proposed, self._counts, rows, tokens, counts, self._first_further)
 
     def outcomes(self) -> RankOutcomes:
         """Return predicted and accepted candidates by rank class, decayed counts. Waits for the device."""
-        sums = torch.stack([self._table.counts.expected, self._table.counts.came_true]).view(2, -1, _CLASSES).sum(1)
+        sums = torch.stack([self._counts.expected, self._counts.came_true]).view(2, -1, _CLASSES).sum(1)
         predicted, right = sums.tolist()  # planned transfer
         return RankOutcomes(dict(zip(CLASS_NAMES, predicted, strict=True)), dict(zip(CLASS_NAMES, right, strict=True)))
 

@@ -35,7 +35,7 @@ from kernels.recurrence import advance_states, gated_rms_norm
 from kernels.rows import lay_out_rows
 from kernels.sample import choose_likeliest, gumbel_noise_of, sample
 from kernels.settle import settle
-from kernels.survival import count_claims, count_hits, judge_proposed, keep_proposed, prune_trees
+from kernels.survival import count_claims, judge_proposed, keep_proposed, prune_trees
 from kernels.tree_attention import plan_attention
 from kernels.trees import ancestor_matrix, fates, likeliest_nodes, merge_trees
 
@@ -76,7 +76,6 @@ class Ops:
     take_entries = staticmethod(take_entries)
     place_entries = staticmethod(place_entries)
     record_tokens = staticmethod(record_tokens)
-    count_hits = staticmethod(count_hits)
     keep_proposed = staticmethod(keep_proposed)
     judge_proposed = staticmethod(judge_proposed)
     count_claims = staticmethod(count_claims)

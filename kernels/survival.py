@@ -26,21 +26,34 @@ CLAIMS = 9
 
 @dataclass(frozen=True, slots=True)
 class HitCounts:
-    """Hit rates by bucket and the counts they follow from; tensors are [buckets] float32. The ops change them in place,
-    because captured graphs read their addresses."""
+    """Hit rates by bucket, 1 at first, and the counts they follow from; tensors are [buckets] float32. The ops change
+    them in place, because captured graphs read their addresses."""
 
-    prior_true: Tensor
-    prior_expected: Tensor
     came_true: Tensor
     expected: Tensor
     rates: Tensor  # clamped (prior + came true) / (prior + expected)
+    prior: float  # labels that a rate of 1 counts as
     decay: float  # factor on all older counts whenever labels are added
     low: float  # bounds of the rates
     high: float
 
+    @staticmethod
+    def empty(
+        buckets: int, *, prior: float, decay: float, limits: tuple[float, float], device: torch.device | str
+    ) -> "HitCounts":
+        """Build counts without labels."""
+        came_true, expected = torch.zeros(2, buckets, device=device)
+        return HitCounts(came_true, expected, torch.ones_like(expected), prior, decay, *limits)
+
+    def fade(self, share: float) -> None:
+        """Multiply the weight of all labels so far by `share`."""
+        for counted in (self.came_true, self.expected):
+            counted.mul_(share)
+        self.estimate()
+
     def estimate(self) -> None:
         """Update `rates` from the counts."""
-        hits = (self.prior_true + self.came_true).div_(self.prior_expected + self.expected)
+        hits = (self.prior + self.came_true).div_(self.prior + self.expected)
         torch.clamp(hits, self.low, self.high, out=self.rates)
 
 

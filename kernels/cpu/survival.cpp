@@ -21,10 +21,9 @@ struct Judged {
 
 // Counted labels, and the rates that follow, for `buckets` buckets.
 struct Hits {
-    const float *prior_true, *prior_expected;
     float *came_true, *expected, *rates;
     int64_t buckets;
-    float decay, low, high;
+    float prior, decay, low, high;
 
     void fade() const {
         for (int64_t i = 0; i < buckets; i++) came_true[i] *= decay, expected[i] *= decay;
@@ -34,17 +33,11 @@ struct Hits {
     }
     void estimate() const {
         for (int64_t i = 0; i < buckets; i++) {
-            float rate = (prior_true[i] + came_true[i]) / (prior_expected[i] + expected[i]);
+            float rate = (prior + came_true[i]) / (prior + expected[i]);
             rates[i] = std::min(std::max(rate, low), high);
         }
     }
 };
-
-void count_hits(const Hits* hits, const int64_t* bucket, const float* came_true, const float* expected, int64_t count) {
-    hits->fade();
-    for (int64_t i = 0; i < count; i++) hits->add(bucket[i], came_true[i], expected[i]);
-    hits->estimate();
-}
 
 void count_claims(const Hits* hits, float* bins, int64_t num_bins, float bin_decay, const Trees* trees, int64_t batch,
                   const float* claimed, const int64_t* buckets, const int64_t* committed, int64_t longest,
@@ -106,7 +99,6 @@ void judge_proposed(const Proposed* log, const Hits* hits, const int64_t* rows, 
 
 }  // namespace
 
-EXPORT(count_hits)
 EXPORT(count_claims)
 EXPORT(keep_proposed)
 EXPORT(judge_proposed)

@@ -92,12 +92,6 @@ def grow_lattice(
     return lattice, picked
 
 
-def count_hits(counts: HitCounts, buckets: Tensor, came_true: Tensor, expected: Tensor) -> None:
-    """Same as the reference op. # all three [...]"""
-    labels = contiguous(buckets, came_true.float(), expected.float())
-    call("count_hits", _hits_of(counts), *labels, buckets.numel())
-
-
 def keep_proposed(
     log: Proposed, rows: Tensor, tree: DraftTree, chosen: Tensor, predicted: Tensor, buckets: Tensor
 ) -> None:
@@ -161,8 +155,8 @@ def _pruned_of(batch: int, width: int) -> tuple[Pruned, CStruct]:
 @remembered
 def _hits_of(counts: HitCounts) -> CStruct:
     """Build the C structure `Hits` of survival.cpp."""
-    tables = counts.prior_true, counts.prior_expected, counts.came_true, counts.expected, counts.rates
-    return CStruct(*tables, counts.rates.shape[0], floats=(counts.decay, counts.low, counts.high))
+    tables = counts.came_true, counts.expected, counts.rates
+    return CStruct(*tables, counts.rates.shape[0], floats=(counts.prior, counts.decay, counts.low, counts.high))
 
 
 @remembered

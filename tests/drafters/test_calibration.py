@@ -4,11 +4,11 @@ import torch
 from hypothesis import given
 from torch import Tensor
 
-from drafters.calibration import HitTable, RankCalibration, SurvivalCalibration
+from drafters.calibration import RankCalibration, SurvivalCalibration
 from drafters.protocol import DraftingSizes
 from drafters.tree import MAX_DEPTH, DraftTree
 from kernels.lattice import TOP
-from kernels.survival import correct_survival
+from kernels.survival import HitCounts, correct_survival, count_hits
 from tests.drafters.trees import draft_trees
 
 
@@ -108,18 +108,15 @@ def test_nothing_survives_below_what_can_be_emitted() -> None:
     assert corrected.survival[0, 2] == 0
 
 
-def table(decay: float) -> HitTable:
-    return HitTable(torch.tensor([1.0, 2.0, 3.0]), torch.tensor([4.0, 4.0, 4.0]), decay=decay)
-
-
 def test_a_bucket_no_longer_tried_returns_to_its_prior() -> None:
-    rates, yes = table(0.9), torch.ones(4, dtype=torch.bool)
+    counts, ones = HitCounts.empty(3, prior=4.0, decay=0.9, limits=(0.1, 1.0), device="cpu"), torch.ones(4)
     for _ in range(50):
-        rates.observe(torch.zeros(4, dtype=torch.int64), yes, yes)
-    assert rates.rates[0] > 0.9
+        count_hits(counts, torch.zeros(4, dtype=torch.int64), torch.zeros(4), ones)
+    assert counts.rates[0] == 0.1
+    assert counts.rates[1] == 1.0
     for _ in range(100):
-        rates.observe(torch.ones(4, dtype=torch.int64), yes, yes)
-    assert abs(float(rates.rates[0]) - 0.25) < 0.01
+        count_hits(counts, torch.ones(4, dtype=torch.int64), torch.zeros(4), ones)
+    assert abs(float(counts.rates[0]) - 1.0) < 0.01
 
 
 # What a tree claimed is judged once, by the text that came; and what is learned of the rank head.
@@ -143,7 +140,7 @@ def learnt(calibration: RankCalibration, tokens: list[int]) -> list[int]:
 
 
 def observe(calibration: RankCalibration, buckets: Tensor, predicted: Tensor, true: Tensor, tried: Tensor) -> None:
-    calibration._table.observe(buckets, true & tried, predicted * tried)
+    count_hits(calibration._counts, buckets, true & tried, predicted * tried)
 
 
 def test_accepted_tokens_of_later_blocks_are_counted() -> None:

@@ -15,26 +15,8 @@ from tests.kernels.test_trees import likeliest
 COMPILED = ops.on(torch.device("cpu"))
 
 
-def counts(buckets: int, generator: torch.Generator) -> HitCounts:
-    prior, expected = (1 + torch.rand(buckets, generator=generator) for _ in range(2))
-    zeros = (torch.zeros(buckets) for _ in range(3))
-    came_true, so_far, rates = zeros
-    return HitCounts(prior, expected, came_true, so_far, rates, 0.9, 0.2, 0.9)
-
-
-@given(st.integers(0, 2**30), st.integers(1, 40))
-def test_labels_are_counted_alike(seed: int, labels: int) -> None:
-    tables = [counts(7, torch.Generator().manual_seed(seed)) for _ in range(2)]
-    generator = torch.Generator().manual_seed(seed)
-    for _ in range(5):
-        buckets = torch.randint(7, (2, labels), generator=generator)
-        true, expected = torch.rand(2, 2, labels, generator=generator)
-        for kind, table in zip((REFERENCE, COMPILED), tables, strict=True):
-            kind.count_hits(table, buckets, true > 0.5, expected)
-    for part in ("came_true", "expected", "rates"):
-        assert torch.allclose(getattr(tables[0], part), getattr(tables[1], part))
-    assert tables[1].rates.min() >= 0.2
-    assert tables[1].rates.max() <= 0.9
+def counts(buckets: int) -> HitCounts:
+    return HitCounts.empty(buckets, prior=1.5, decay=0.9, limits=(0.2, 0.9), device="cpu")
 
 
 @given(st.lists(draft_trees(), min_size=1, max_size=3), st.integers(0, 2**30))
@@ -44,7 +26,7 @@ def test_what_was_proposed_is_judged_alike(trees: list[DraftTree], seed: int) ->
     for _ in range(2):
         ids = torch.zeros(4, rows, width, dtype=torch.int64)
         logs.append(Proposed(ids[0], ids[1], ids[2], torch.zeros(rows, width), ids[3]))
-        tables.append(counts(7, torch.Generator().manual_seed(seed)))
+        tables.append(counts(7))
     for tree in trees:
         at = torch.randperm(rows, generator=drawn)[: tree.batch]
         chosen = torch.randint(40, tree.tokens.shape, generator=drawn)
@@ -72,7 +54,7 @@ def test_what_was_proposed_is_judged_alike(trees: list[DraftTree], seed: int) ->
 @given(draft_trees(), st.integers(0, 2**30))
 def test_claims_are_counted_alike(tree: DraftTree, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
-    tables = [counts(DEPTHS * CLAIMS, torch.Generator().manual_seed(seed)) for _ in range(2)]
+    tables = [counts(DEPTHS * CLAIMS) for _ in range(2)]
     bins = [torch.ones(3, 10) for _ in range(2)]
     buckets = torch.randint(DEPTHS * CLAIMS, tree.tokens.shape, generator=generator)
     claimed = torch.rand(tree.tokens.shape, generator=generator)
