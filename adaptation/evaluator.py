@@ -121,7 +121,7 @@ class TextDivergence:
         reached = (ids == drafted[..., None]).any(-1).cumprod(2).bool()
         labels = batch.label_index.gather(1, predicted.flatten(1)).view_as(predicted)
         valid = labels >= 0
-        if not model.config.injected:
+        if not model.traits.injected:
             valid[..., 0] = False  # the position itself counts this entry
         valid[..., 1:] &= reached[..., :-1]
         return valid

@@ -8,6 +8,7 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
+from dataclasses import fields as dataclass_fields
 from typing import Any, ClassVar, NamedTuple, Self
 
 from drafters.trained_kinds import trained_kind
@@ -64,6 +65,7 @@ class NetworkTraits(NamedTuple):
     rank_head: RankHeadShape = RankHeadShape()
     shifts: int = 0  # number of layer-wise shifts
     entries: int = 1  # entries of each committed position to which later positions attend
+    injected: bool = False  # committed positions run no layer: keys and values come from their condition
     silent: int = 0  # rows before a block's entries that predict nothing
     two_way: bool = False  # entries of a block attend to all of the block, not only to those before
     paths: int = 1  # likeliest paths that continue at each position; above 1 only if a tree has one block
@@ -79,7 +81,7 @@ class DrafterConfig(ABC):
     kind: ClassVar[str]  # the name in drafter files and in the setting `drafter`
     trained_blocks: ClassVar[int]  # number of consecutive blocks in training
     family: ClassVar[str | None] = None  # layer family in published drafters of the kind; None: the target's
-    injected: ClassVar[bool] = False  # committed positions run no layer: keys and values come from their condition
+    fixed: ClassVar[Fields] = {}  # fields of `config.json` with one value for all drafters of the kind
 
     target: Mapping[str, Any]  # transformers config of the drafter's layers, of a type in `families`
     tap_layers: tuple[int, ...]  # target layers whose outputs are the features
@@ -118,15 +120,19 @@ class DrafterConfig(ABC):
         """The properties on which the shared code depends."""
 
     @property
-    @abstractmethod
     def options(self) -> Fields:
-        """The kind's own fields of `config.json`."""
+        """The kind's own fields of `config.json`: by default `fixed`, and the fields of its class that have a name
+        there."""
+        return {**self.fixed, **{name: getattr(self, name) for name in self._own_names()}}
 
     @classmethod
     def options_of(cls, fields: Fields) -> Fields:
-        """Return the kind's own constructor arguments for these fields of `config.json`, by default none. Raises
-        ValueError."""
-        return {}
+        """Return the kind's own constructor arguments for these fields of `config.json`. Raises ValueError."""
+        return {name: fields[name] for name in cls._own_names()}
+
+    @classmethod
+    def _own_names(cls) -> list[str]:
+        return [own.name for own in dataclass_fields(cls) if own.name in _DEFAULTS and own.name not in _SHARED]
 
     @property
     def hidden_size(self) -> int:
@@ -156,7 +162,7 @@ class DrafterConfig(ABC):
     @property
     def cached_entries(self) -> int:
         """Number of entries of an anchor's block that are committed entries, whose keys and values stay in the pool."""
-        return 0 if self.injected else self.traits.entries
+        return 0 if self.traits.injected else self.traits.entries
 
     def blocks(self, requested: int) -> int:
         """Return the maximum number of blocks per tree for the requested number. It is the trained number for kinds

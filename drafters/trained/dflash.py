@@ -23,8 +23,6 @@ from drafters.network.structure import ServedInput, ServedLayer, Structure, Weig
 from drafters.training.forward import InjectedTraining
 from kernels.decoder_layer import DecoderLayer
 
-_FIXED: Fields = {"normalise_features": False, "shift": False, "broadcast": False}
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DFlashConfig(DrafterConfig):
@@ -33,7 +31,7 @@ class DFlashConfig(DrafterConfig):
     kind: ClassVar[str] = "dflash"
     trained_blocks: ClassVar[int] = 1
     family: ClassVar[str | None] = "qwen3"
-    injected: ClassVar[bool] = True
+    fixed: ClassVar[Fields] = {"normalise_features": False, "shift": False, "broadcast": False}
     two_way: ClassVar[bool] = True  # entries of a block attend to all of it
 
     mask_token: int  # target token whose embedding is the input of the entries
@@ -48,21 +46,17 @@ class DFlashConfig(DrafterConfig):
     def structure(self) -> Structure:
         return MaskTokenStructure(self)
 
-    @property
-    def options(self) -> Fields:
-        own = {name: getattr(self, name) for name in ("mask_token", "silent_first", "ranks_from_draft")}
-        return {**_FIXED, **own}
-
     @classmethod
     def options_of(cls, fields: Fields) -> Fields:
         if fields["mask_token"] is None:
             raise ValueError(f"drafter config: kind {cls.kind} needs a mask_token")
-        return {name: fields[name] for name in ("mask_token", "silent_first", "ranks_from_draft")}
+        return super(DFlashConfig, cls).options_of(fields)
 
     @property
     def traits(self) -> NetworkTraits:
         ranks = RankHeadShape(from_draft=self.ranks_from_draft)
-        return NetworkTraits(0, ranks, silent=int(self.silent_first), two_way=self.two_way, paths=4)
+        silent = int(self.silent_first)
+        return NetworkTraits(0, ranks, injected=True, silent=silent, two_way=self.two_way, paths=4)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -195,7 +189,7 @@ FORM = PublishedForm(
     _weights,
 )
 
-_SHAPE = {"block_size": 8, "num_layers": 2, "silent_first": True, **_FIXED}
+_SHAPE = {"block_size": 8, "num_layers": 2, "silent_first": True, **DFlashConfig.fixed}
 
 DFLASH = TrainedKind(DFlashConfig, _SHAPE, (FORM,))
 JETSPEC = TrainedKind(JetSpecConfig, _SHAPE)

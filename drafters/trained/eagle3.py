@@ -33,43 +33,29 @@ class Eagle3Config(DrafterConfig):
     kind: ClassVar[str] = "eagle3"
     trained_blocks: ClassVar[int] = 6
     family: ClassVar[str | None] = "llama"
+    fixed: ClassVar[Fields] = {"token_beside": True, "shift": False}
 
-    feature_norms: Literal["none", "each", "joined"] = "none"  # of tapped features: none, per tap, or one for all
+    normalise_features: bool = False  # tapped features are normed
+    joined_norm: bool = False  # one norm for all taps; False: one for each
     normed_residual: bool = False  # the residual of the first layer is the normed state
-    continues_normed: bool = False  # further blocks start at states after the output norm
+    continues_from: Literal["normed"] | None = None  # further blocks start at states after the output norm
     ranks_from_draft: bool = False  # the rank head corrects the class probabilities under the draft distribution
 
     def __post_init__(self) -> None:
         DrafterConfig.__post_init__(self)
         if self.block_size != 1:
             raise ValueError("drafter config: block_size must be 1 for kind eagle3")
+        if self.continues_from not in (None, "normed"):
+            raise ValueError("drafter config: continues_from must be 'normed' or null for kind eagle3")
 
     def structure(self) -> Structure:
         return Eagle3(self)
 
     @property
-    def options(self) -> Fields:
-        return {
-            "token_beside": True,
-            "shift": False,
-            "normalise_features": self.feature_norms != "none",
-            "joined_norm": self.feature_norms == "joined",
-            "normed_residual": self.normed_residual,
-            "continues_from": "normed" if self.continues_normed else None,
-            "ranks_from_draft": self.ranks_from_draft,
-        }
-
-    @classmethod
-    def options_of(cls, fields: Fields) -> Fields:
-        norms = "none" if not fields["normalise_features"] else "joined" if fields["joined_norm"] else "each"
-        same = {name: fields[name] for name in ("normed_residual", "ranks_from_draft")}
-        return {"feature_norms": norms, "continues_normed": fields["continues_from"] == "normed", **same}
-
-    @property
     def traits(self) -> NetworkTraits:
-        norms = {"none": 0, "each": len(self.tap_layers), "joined": 1}
+        parts = 1 if self.joined_norm else len(self.tap_layers)
         ranks = RankHeadShape(from_draft=self.ranks_from_draft)
-        return NetworkTraits(norms[self.feature_norms], ranks, continues_raw=not self.continues_normed)
+        return NetworkTraits(parts * self.normalise_features, ranks, continues_raw=self.continues_from is None)
 
 
 class TokenAndState(Input):
@@ -233,9 +219,10 @@ def _config(described: Described, tensors: Tensors, target: TargetParts) -> Eagl
         num_layers=layers["num_hidden_layers"],
         block_size=1,
         trained_length=described.get(form.TRAINED_LENGTH) or layers["max_position_embeddings"],
-        feature_norms="joined" if described.get("norm_before_fc") else "each" if described.get("fc_norm") else "none",
+        normalise_features=bool(described.get("norm_before_fc") or described.get("fc_norm")),
+        joined_norm=bool(described.get("norm_before_fc")),
         normed_residual=bool(described.get("norm_before_residual")),
-        continues_normed=bool(described.get("norm_output")),
+        continues_from="normed" if described.get("norm_output") else None,
         ranks_from_draft=True,
     )
 

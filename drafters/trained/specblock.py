@@ -90,12 +90,11 @@ class SpecBlockConfig(DrafterConfig):
     @property
     def options(self) -> Fields:
         authors = AUTHORS if self.as_published else {}
-        return {"prefix_entries": self.prefix_entries, "shift": self.shift, "broadcast": self.broadcast, **authors}
+        return {**super(SpecBlockConfig, self).options, **authors}
 
     @classmethod
     def options_of(cls, fields: Fields) -> Fields:
-        own = ("prefix_entries", "shift", "broadcast")
-        return {**{name: fields[name] for name in own}, "as_published": fields["restarts"]}
+        return {**super(SpecBlockConfig, cls).options_of(fields), "as_published": fields["restarts"]}
 
     @property
     def traits(self) -> NetworkTraits:

@@ -32,18 +32,14 @@ class TreeFlashConfig(DrafterConfig):
 
     kind: ClassVar[str] = "treeflash"
     trained_blocks: ClassVar[int] = 8
-    injected: ClassVar[bool] = True
+    fixed: ClassVar[Fields] = {"shift": False, "broadcast": False}
 
     def structure(self) -> Structure:
         return ConditionedStructure(self)
 
     @property
-    def options(self) -> Fields:
-        return {"shift": False, "broadcast": False}
-
-    @property
     def traits(self) -> NetworkTraits:
-        return NetworkTraits(len(self.tap_layers), one_forward=True)
+        return NetworkTraits(len(self.tap_layers), injected=True, one_forward=True)
 
 
 class PathHead(nn.Module):
@@ -136,4 +132,4 @@ class ConditionedStructure(FusedStructure):
         return conditioned
 
 
-KIND = TrainedKind(TreeFlashConfig, {"block_size": 1, "num_layers": 2, "shift": False, "broadcast": False})
+KIND = TrainedKind(TreeFlashConfig, {"block_size": 1, "num_layers": 2, **TreeFlashConfig.fixed})

@@ -95,7 +95,7 @@ class InputSums:
     def __init__(self, config: DrafterConfig, device: torch.device | str) -> None:
         self.hidden, self._epsilon = config.hidden_size, LayerShape.of(config.target).epsilon
         self._top = config.tap_layers.index(max(config.tap_layers))
-        self._normalises, self._injected = config.traits.normed_parts > 0, config.injected
+        self._normalises, self._injected = config.traits.normed_parts > 0, config.traits.injected
         known = (len(config.tap_layers) + 1) * self.hidden + 1
         wide = known + self.hidden
         self._products = torch.zeros(known, wide, dtype=torch.float64, device=device)  # input times input and target
