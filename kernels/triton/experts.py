@@ -2,9 +2,9 @@
 # mypy: allow-untyped-decorators
 """The feed-forward of `kernels.experts` in three launches: products before the gate, products after it, and the sum.
 
-Rows are sorted by expert, and a program computes some outputs of one expert for a tile of its rows. How many tiles an
-expert has is known on the device alone, so that there are as many programs as there may be tiles; a program without
-rows ends at once. As in `kernels.triton.layers`, a row's sums have one order in any tile."""
+A program computes some outputs of one expert for a tile of its rows. How many tiles an expert has is known on the
+device alone, so that there are as many programs as there may be tiles; a program without rows ends at once. As in
+`kernels.triton.layers`, a row's sums have one order in any tile."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -16,23 +16,12 @@ from torch import Tensor
 
 from kernels.experts import Experts, QuantisedStack, StackedWeight
 from kernels.layers import GateForm
-from kernels.triton.layers import gated
+from kernels.triton.layers import Tile, gated, tiled
 
-
-class _ExpertTile(NamedTuple):
-    """The share of the output that a program computes, and its schedule, which fits into the smallest device."""
-
-    rows: int
-    features: int  # outputs; of gate and of up projections, each
-    columns: int  # columns that are summed at a time
-    stages: int
-
-
-_FEW, _MANY = (
-    _ExpertTile(16, 64, 64, 4),
-    _ExpertTile(64, 64, 64, 4),
-)  # rows of each expert; both use the same instructions
-_FLOAT32 = _ExpertTile(16, 32, 32, 2)
+_FEW, _MANY = Tile(16, 64, 64, 4, 4, fewest=0), Tile(64, 64, 64, 4, 4, fewest=0)
+"""Tiles by an expert's rows, of the same instructions and for the smallest device's memory. `features` is the number of
+outputs; of gate and of up projections, each."""
+_FLOAT32 = Tile(16, 32, 32, 4, 2, fewest=0)
 _BLOCK = 1024
 
 
@@ -52,7 +41,8 @@ class _GroupedExperts:
         y = x.new_empty(rows, out)
         if not rows:
             return y
-        pairs = _sorted_by_expert(indices, experts, _tile_for(x.dtype, rows * chosen, experts))
+        tile, flat = _tile_for(x.dtype, rows * chosen, experts), indices.flatten()
+        pairs = _Pairs(flat, tiled(flat, experts, tile.rows), tile, chosen)
         hidden, parts = x.new_empty(rows * chosen, width), x.new_empty(rows * chosen, out)
         _multiply(x.contiguous(), self.gate_up, self.gate_up_bias, hidden, pairs, self.gate)
         _multiply(hidden, self.down, self.down_bias, parts, pairs, None)
@@ -72,7 +62,7 @@ def plan_experts(
     return _GroupedExperts(up, last, up_bias, last_bias, gate)
 
 
-def _tile_for(dtype: torch.dtype, pairs: int, experts: int) -> _ExpertTile:
+def _tile_for(dtype: torch.dtype, pairs: int, experts: int) -> Tile:
     """Choose the tile by the mean number of an expert's rows."""
     if dtype == torch.float32:
         return _FLOAT32
@@ -80,52 +70,36 @@ def _tile_for(dtype: torch.dtype, pairs: int, experts: int) -> _ExpertTile:
 
 
 class _Pairs(NamedTuple):
-    """Pairs of a row and one of its experts, sorted by expert and cut into tiles of one expert each."""
+    """Pairs of a row and one of its experts, in tiles of one expert each."""
 
-    order: Tensor  # [pairs], numbers of pairs
-    tiles: Tensor  # [3, tiles], expert, first place and end; a tile without pairs ends before it begins
-    tile: _ExpertTile
+    experts: Tensor  # [pairs]
+    tiles: Tensor  # [tiles, rows of a tile], numbers of pairs, -1 padded
+    tile: Tile
     chosen: int
-
-
-def _sorted_by_expert(indices: Tensor, experts: int, tile: _ExpertTile) -> _Pairs:
-    """# indices [rows, chosen]"""
-    flat, chosen = indices.flatten(), indices.shape[1]
-    counts = flat.new_zeros(experts).scatter_add_(0, flat, torch.ones_like(flat))
-    num_tiles = (counts + tile.rows - 1) // tile.rows
-    ends, last_tiles = counts.cumsum(0), num_tiles.cumsum(0)
-    number = torch.arange(len(flat) // tile.rows + min(len(flat), experts), device=flat.device)
-    expert = torch.searchsorted(last_tiles, number, right=True)  # `experts` beyond the last tile
-    known = expert.clamp(max=experts - 1)
-    first = (ends - counts)[known] + (number - (last_tiles - num_tiles)[known]) * tile.rows
-    tiles = torch.stack((known, first, torch.where(expert < experts, ends[known], 0)))
-    return _Pairs(flat.argsort(stable=True), tiles, tile, chosen)
 
 
 def _multiply(
     x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, pairs: _Pairs, gate: GateForm | None
 ) -> None:
-    """Compute the products of all pairs. With a gate x has one line for each row, and results are sorted by expert;
-    else x is sorted, and results are not."""
-    columns, width, tile, num_tiles = weight.shape[2], out.shape[1], pairs.tile, pairs.tiles.shape[1]
-    _grouped[num_tiles, triton.cdiv(width, tile.features)](
-        x, weight, weight if bias is None else bias, out, pairs.order, pairs.tiles, num_tiles, width, columns,
+    """Compute the products of all pairs. With a gate x has one line for each row, else for each pair."""
+    columns, width, tile = weight.shape[2], out.shape[1], pairs.tile
+    _grouped[len(pairs.tiles), triton.cdiv(width, tile.features)](
+        x, weight, weight if bias is None else bias, out, pairs.experts, pairs.tiles, width, columns,
         CHOSEN=pairs.chosen, ACTIVATION=None if gate is None else gate.activation,
         LIMIT=0.0 if gate is None else gate.limit, HAS_BIAS=bias is not None, EVEN=columns % tile.columns == 0,
-        ROWS=tile.rows, FEATURES=tile.features, COLUMNS=tile.columns, num_warps=4, num_stages=tile.stages,
+        ROWS=tile.rows, FEATURES=tile.features, COLUMNS=tile.columns, num_warps=tile.warps, num_stages=tile.stages,
         enable_fp_fusion=True,
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["count"])
+@triton.jit
 def _grouped(
     x: tl.tensor,
     weight: tl.tensor,
     bias: tl.tensor,
     out: tl.tensor,
-    order: tl.tensor,
+    experts: tl.tensor,
     tiles: tl.tensor,
-    count: tl.tensor,
     width: tl.tensor,
     columns: tl.tensor,
     CHOSEN: tl.constexpr,
@@ -139,19 +113,18 @@ def _grouped(
 ) -> None:
     """Compute one tile of the output: with an activation, of gated products."""
     gated_too: tl.constexpr = ACTIVATION is not None
-    number = tl.program_id(0)
-    expert, first, end = tl.load(tiles + number), tl.load(tiles + count + number), tl.load(tiles + 2 * count + number)
-    place = first + tl.arange(0, ROWS)
+    pair = tl.load(tiles + tl.program_id(0) * ROWS + tl.arange(0, ROWS))
+    last = tl.max(pair, 0)
+    expert = tl.load(experts + tl.maximum(last, 0))
     feature = tl.program_id(1) * FEATURES + tl.arange(0, FEATURES)
-    is_row, is_feature = place < end, feature < width
-    pair = tl.load(order + place, mask=is_row, other=0)
-    source, target = (pair // CHOSEN, place) if gated_too else (place, pair)
+    is_row, is_feature = pair >= 0, feature < width
+    source = pair // CHOSEN if gated_too else pair
     outputs = width * (2 if gated_too else 1)
     lines = weight + (expert * outputs + feature)[:, None] * columns
     others = x + source[None, :] * columns
     total = tl.zeros([FEATURES, ROWS], tl.float32)
     up = tl.zeros([FEATURES, ROWS], tl.float32)
-    for start in range(0, tl.where(first < end, columns, 0), COLUMNS):
+    for start in range(0, tl.where(last >= 0, columns, 0), COLUMNS):
         column = start + tl.arange(0, COLUMNS)
         left_held, right_held = is_feature[:, None], is_row[None, :]
         if not EVEN:
@@ -170,7 +143,7 @@ def _grouped(
     if gated_too:
         kind: tl.constexpr = out.dtype.element_ty
         total = gated(total.to(kind).to(tl.float32), up.to(kind).to(tl.float32), ACTIVATION, LIMIT, kind)
-    tl.store(out + target[None, :] * width + feature[:, None], total, mask=is_feature[:, None] & is_row[None, :])
+    tl.store(out + pair[None, :] * width + feature[:, None], total, mask=is_feature[:, None] & is_row[None, :])
 
 
 @triton.jit

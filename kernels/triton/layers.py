@@ -23,7 +23,7 @@ from kernels.layers import GateForm, Heads, Product, RotaryRows, Weight, dense, 
 
 
 @dataclass(frozen=True, slots=True)
-class _Tile:
+class Tile:
     """The share of the output that a program computes, and its schedule."""
 
     rows: int
@@ -39,19 +39,19 @@ class _Tile:
 
 
 _TILES = (
-    _Tile(256, 128, 64, 8, 3, fewest=256),
-    _Tile(128, 128, 64, 8, 4, fewest=96),
-    _Tile(128, 64, 64, 4, 6, fewest=96),
-    _Tile(64, 64, 128, 4, 4, fewest=96),
-    _Tile(32, 64, 128, 4, 6, fewest=0),
-    _Tile(16, 64, 128, 4, 6, fewest=0),
+    Tile(256, 128, 64, 8, 3, fewest=256),
+    Tile(128, 128, 64, 8, 4, fewest=96),
+    Tile(128, 64, 64, 4, 6, fewest=96),
+    Tile(64, 64, 128, 4, 4, fewest=96),
+    Tile(32, 64, 128, 4, 6, fewest=0),
+    Tile(16, 64, 128, 4, 6, fewest=0),
 )
 """Tiles, largest first: larger ones compute more per byte read, but a device needs about a hundred programs to be busy.
 Chosen by timing on an H100, with the layers of an 8B model and 1 to 2048 rows (docs/gpu.md)."""
 
 _SMALLEST_SHARED = 99 * 1024
 
-_FLOAT32 = _Tile(16, 64, 32, 4, 2, fewest=0)
+_FLOAT32 = Tile(16, 64, 32, 4, 2, fewest=0)
 """Tile of products in full precision, which use no matrix instructions and must fit into registers."""
 
 
@@ -82,14 +82,28 @@ def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None
     )  # fmt: skip
 
 
-def _tile_for(rows: int, features: int) -> _Tile:
+def _tile_for(rows: int, features: int) -> Tile:
     """Choose the largest tile that the rows fill by more than half and that gives a device enough programs."""
 
-    def fits(tile: _Tile) -> bool:
+    def fits(tile: Tile) -> bool:
         programs = triton.cdiv(rows, tile.rows) * triton.cdiv(features, tile.features)
         return 2 * rows > tile.rows and programs >= tile.fewest
 
     return next(filter(fits, _TILES), _TILES[-1])
+
+
+def tiled(groups: Tensor, number: int, rows: int) -> Tensor:
+    """Assign items to tiles of so many rows: each of `number` groups has its own tiles, which its items fill in order.
+    # groups [items] int64 -> numbers of items [tiles, rows] int64, -1 padded"""
+    order, items = groups.argsort(stable=True), len(groups)
+    owner = groups[order]
+    counts = groups.new_zeros(number).index_add_(0, groups, torch.ones_like(groups))
+    rank = torch.arange(items, device=groups.device) - (counts.cumsum(0) - counts)[owner]
+    tiles = (counts + rows - 1) // rows
+    first_tile = tiles.cumsum(0) - tiles
+    place = (first_tile[owner] + rank // rows) * rows + rank % rows
+    most = (items + min(items, number) * (rows - 1)) // rows
+    return groups.new_full((most * rows,), -1).scatter_(0, place, order).view(most, rows)
 
 
 @cache

@@ -25,6 +25,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.tree_attention import LOG2_E, MAX_DEPTH, AttentionForm, AttentionRows
+from kernels.triton.layers import tiled
 
 _CHUNK = tl.constexpr(64)  # keys per product of the prefix: three stages of 128 dimensions fit into 100 KB
 _SPLIT = tl.constexpr(512)  # keys that one program sums: long contexts are spread over the device
@@ -51,51 +52,25 @@ class TilePlan:
         # query [rows, query heads, dim]; pool [2, slots, heads, dim] -> query"""
         (heads, dim), query, sum_type = pool.shape[2:], query.contiguous(), torch.float32
         splits, out = triton.cdiv(self.slot_table.shape[1], _SPLIT.value), torch.zeros_like(query)
-        shape = _KernelSizes(heads, query.shape[1] // heads, dim, splits)
+        group = query.shape[1] // heads
+        members, block_dim = _members_of(group), max(_FEWEST, triton.next_power_of_2(dim))
+        sizes = heads, group, dim, splits, members, block_dim  # all follow from the model and its longest context
         bounds = (form.scale * LOG2_E, (form.softcap or 0.0) * LOG2_E, form.window or _NO_WINDOW)
-        options = {**shape.schedule, "enable_fp_fusion": True}
+        # Warps whose registers hold the sums, and pipeline stages that fit into 99 KB of memory.
+        schedule = {"num_warps": 4, "num_stages": 3} if dim <= 256 else {"num_warps": 8, "num_stages": 1}
+        options = {**schedule, "enable_fp_fusion": True}
         rows = tuple(getattr(self.rows, name) for name in AttentionRows.__slots__)
-        for tiles in self.tile_rows.split(shape.tiles_at_once):
-            sums = query.new_empty(len(tiles), heads, shape.splits, shape.members, dim, dtype=sum_type)
-            tops_totals = query.new_empty(len(tiles), heads, shape.splits, 2, shape.members, dtype=sum_type)
+        tiles_at_once = max(1, _PARTIAL_BYTES // (heads * splits * members * (dim + 2) * sum_type.itemsize))
+        for tiles in self.tile_rows.split(tiles_at_once):
+            sums = query.new_empty(len(tiles), heads, splits, members, dim, dtype=sum_type)
+            tops_totals = query.new_empty(len(tiles), heads, splits, 2, members, dtype=sum_type)
             inputs = (query, pool[0], pool[1], tiles, rows, self.slot_table, self.slot_table.shape[1])
-            _prefix_kernel[len(tiles), heads, shape.splits](
-                *inputs, sums, tops_totals, *bounds, *shape.constants(), **options
-            )
+            _prefix_kernel[len(tiles), heads, splits](*inputs, sums, tops_totals, *bounds, *sizes, **options)
             _tail_kernel[len(tiles), heads](
-                *inputs, self.rows.node_slots.shape[1], sums, tops_totals, out, form.sinks, *bounds, *shape.constants(),
+                *inputs, self.rows.node_slots.shape[1], sums, tops_totals, out, form.sinks, *bounds, *sizes,
                 **options,
             )  # fmt: skip
         return out
-
-
-@dataclass(frozen=True, slots=True)
-class _KernelSizes:
-    """Sizes that kernels are compiled for; all follow from the model and its longest context."""
-
-    heads: int
-    group: int  # query heads per key/value head
-    dim: int
-    splits: int
-
-    @property
-    def members(self) -> int:
-        """Number of members of a tile, padding included."""
-        return _members_of(self.group)
-
-    @property
-    def schedule(self) -> dict[str, int]:
-        """Warps of a program, whose registers hold the sums, and pipeline stages, which fit into 99 KB of memory."""
-        return {"num_warps": 4, "num_stages": 3} if self.dim <= 256 else {"num_warps": 8, "num_stages": 1}
-
-    @property
-    def tiles_at_once(self) -> int:
-        """Largest number of tiles whose splits' sums fit into _PARTIAL_BYTES."""
-        return max(1, _PARTIAL_BYTES // (self.heads * self.splits * self.members * (self.dim + 2) * 4))
-
-    def constants(self) -> tuple[int, ...]:
-        block_dim = max(_FEWEST, triton.next_power_of_2(self.dim))
-        return self.heads, self.group, self.dim, self.splits, self.members, block_dim
 
 
 def plan_attention(rows: AttentionRows, slot_table: Tensor, *, query_heads: int, kv_heads: int) -> TilePlan:
@@ -103,26 +78,12 @@ def plan_attention(rows: AttentionRows, slot_table: Tensor, *, query_heads: int,
     # slot_table [table rows, max positions]"""
     group = query_heads // kv_heads
     trees = {name: getattr(rows, name).contiguous() for name in ("node_slots", "node_depths", "ancestors")}
-    return TilePlan(replace(rows, **trees), slot_table, _tile_rows(rows, _members_of(group) // group))
+    tiles = tiled(rows.sequence, len(rows.table_rows), _members_of(group) // group)
+    return TilePlan(replace(rows, **trees), slot_table, tiles)
 
 
 def _members_of(group: int) -> int:
     return max(_FEWEST, int(triton.next_power_of_2(group)))
-
-
-def _tile_rows(rows: AttentionRows, rows_per_tile: int) -> Tensor:
-    """Assign rows to tiles: each sequence has its own tiles, which its rows fill in order. # -> [tiles, rows]"""
-    sequence, sequences = rows.sequence, rows.table_rows.shape[0]
-    order = sequence.argsort(stable=True)
-    owner = sequence[order]
-    counts = sequence.new_zeros(sequences).index_add_(0, sequence, torch.ones_like(sequence))
-    rank = torch.arange(owner.shape[0], device=owner.device) - (counts.cumsum(0) - counts)[owner]
-    tiles = (counts + rows_per_tile - 1) // rows_per_tile
-    first_tile = tiles.cumsum(0) - tiles
-    place = (first_tile[owner] + rank // rows_per_tile) * rows_per_tile + rank % rows_per_tile
-    most = (owner.shape[0] + sequences * (rows_per_tile - 1)) // rows_per_tile
-    tile_rows = sequence.new_full((most * rows_per_tile,), -1)
-    return tile_rows.scatter_(0, place, order).view(most, rows_per_tile)
 
 
 @triton.jit
