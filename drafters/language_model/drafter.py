@@ -16,7 +16,7 @@ from torch import Tensor
 from drafters.asking import ForwardGates
 from drafters.calibration import RankCalibration
 from drafters.coupling import TreeNoise
-from drafters.language_model.forward import LanguageModel, OwnKeys, SequenceTable, TreeForward
+from drafters.language_model.forward import LanguageModel, Sequences, TreeForward
 from drafters.protocol import Committed, DraftContext, Drafter, DraftingSizes, HostMetadata, Noise, Read, StepTimes
 from drafters.tree import Candidates, DraftTree
 from kernels import ops
@@ -53,8 +53,8 @@ class LanguageModelDrafter(Drafter):
 
     def __init__(self, name: str, model: LanguageModel, sizes: DraftingSizes) -> None:
         """Raises ValueError if the model's pool has too few entries for the trees of all sequences."""
-        self._name, self._keys = name, OwnKeys(sizes)
-        self._table = SequenceTable(sizes)
+        self._name = name
+        self._table = Sequences(sizes)
         self._forward = TreeForward(model, self._table, nodes=_ROWS)
         if self._forward.num_trees < sizes.max_sequences:
             raise ValueError(
@@ -76,13 +76,11 @@ class LanguageModelDrafter(Drafter):
     def start(self, contexts: Sequence[DraftContext]) -> None:
         for context in contexts:
             self._table.start(context)
-            self._keys.start(context)
         self._calibration.forget([context.row for context in contexts])
 
     @torch.inference_mode()
     def read(self, read: Read) -> None:
         self._table.read(read)
-        self._keys.take(read.slots[None], torch.tensor([len(read.slots)], device=read.slots.device))
         if read.follow:
             self._follow(HostMetadata((read.row,), (read.start + len(read.slots),)))
 
@@ -92,9 +90,9 @@ class LanguageModelDrafter(Drafter):
         self._gates.begin(len(rows), warm=noise.warm)
         host = noise.host or HostMetadata.of(rows, noise.positions)
         self._follow(host, most=_MOST_MISSING)
-        missing = self._keys.missing(host)
-        for (row, root), span in zip(zip(host.rows, host.roots, strict=True), missing, strict=True):
-            self._keys.run(row, root, self._table.slots[row, span.start : span.stop])
+        missing = self._table.missing(host)
+        for row, root in zip(host.rows, host.roots, strict=True):
+            self._table.run(row, root)
         logits, nodes = self._forward.root(rows, noise.positions, missing)
         levels = [self._level(logits, StartNodes.root(len(rows), rows.device), noise, 0)]
         first = 0  # index of the previous level's first row in its tree
@@ -111,7 +109,6 @@ class LanguageModelDrafter(Drafter):
     @torch.inference_mode()
     def commit(self, committed: Committed) -> None:
         self._table.commit(committed)
-        self._keys.take(committed.slots, committed.counts)
         if self._has_grown:
             self._gates.end(self._calibration.learn(committed.rows, committed.tokens, committed.counts))
         self._has_grown = False
@@ -125,9 +122,10 @@ class LanguageModelDrafter(Drafter):
 
     def _follow(self, host: HostMetadata, most: int = 0) -> None:
         """Run the missing positions of those sequences that miss more than `most`."""
-        for row, span in zip(host.rows, self._keys.missing(host), strict=True):
+        for row, span in zip(host.rows, self._table.missing(host), strict=True):
             if len(span) > most:
-                self._keys.run(row, span.stop, self._forward.follow(row, span))
+                self._forward.follow(row, span)
+                self._table.run(row, span.stop)
 
     def _level(self, logits: Tensor, origin: StartNodes, noise: Noise, number: int) -> _Level:
         """Propose children of the nodes of one level. # logits [batch, beam, vocab]"""

@@ -47,24 +47,32 @@ class LanguageModel(Protocol):
         [rows] int64; logit_rows [logits] int64; slot_table [table rows, positions] int64"""
 
 
-class SequenceTable:
-    """Table of the running sequences: their tokens, and the target's slots of all positions before the last. `tokens`,
+class Sequences:
+    """The running sequences: their tokens, the target's slots of all positions before the last, how far the model was
+    run on each, and which slots hold positions that it was run on, for new sequences with a cached prefix. `tokens`,
     `slots` [rows, positions + 1] int64; the last column is for padding."""
 
     def __init__(self, sizes: DraftingSizes) -> None:
         shape = sizes.max_sequences, sizes.max_length + 2
         self.tokens, self.slots = (torch.zeros(shape, dtype=torch.int64, device=sizes.device) for _ in range(2))
+        self._held = HeldSlots(sizes.num_slots, sizes.device)
+        self._until = [0] * sizes.max_sequences
 
     def start(self, context: DraftContext) -> None:
-        """Start a sequence. `read` and `commit` add the slots of positions that are not cached."""
+        """Start a sequence. The part of its cached prefix that was run already is not run again; `read` and `commit`
+        add the slots of positions that are not cached."""
         tokens = torch.tensor(list(context.tokens), dtype=torch.int64)
         self.tokens[context.row, : len(tokens)] = tokens.to(self.tokens.device)
+        self._until[context.row] = 0
         if context.cached is not None:
             self.slots[context.row, : len(context.cached)] = context.cached
+            held = self._held.holds(context.cached).long().cumprod(0).sum()
+            self._until[context.row] = int(held.item())  # planned transfer: once per sequence with a cached prefix
 
     def read(self, read: Read) -> None:
         """Store the slots of a chunk of a prompt."""
         self.slots[read.row, read.start : read.start + len(read.slots)] = read.slots
+        self._held.forget(read.slots)
 
     def commit(self, committed: Committed) -> None:
         """Append committed tokens, and the slots of the positions that precede them."""
@@ -74,42 +82,22 @@ class SequenceTable:
         columns, padding = committed.positions[:, None] + offsets, self.tokens.shape[1] - 1
         self.slots[rows, columns.where(valid, padding)] = committed.slots
         self.tokens[rows, (columns + 1).where(valid, padding)] = committed.tokens
-
-
-class OwnKeys:
-    """Tracks the positions for which the model has keys and values: how far each sequence was run, and which slots
-    still hold positions that were run, for new sequences with a cached prefix."""
-
-    def __init__(self, sizes: DraftingSizes) -> None:
-        self._held = HeldSlots(sizes.num_slots, sizes.device)
-        self._until = [0] * sizes.max_sequences
-
-    def start(self, context: DraftContext) -> None:
-        """Start a sequence. The part of its cached prefix that was run already is not run again."""
-        self._until[context.row] = 0
-        if context.cached is not None:
-            held = self._held.holds(context.cached).long().cumprod(0).sum()
-            self._until[context.row] = int(held.item())  # planned transfer: once per sequence with a cached prefix
-
-    def take(self, slots: Tensor, counts: Tensor) -> None:
-        """Mark slots as not run, because they belong to new positions. # slots [batch, count], counts [batch], see
-        `Committed`"""
-        self._held.forget(taken_slots(slots, counts))
+        self._held.forget(taken_slots(committed.slots, committed.counts))
 
     def missing(self, host: HostMetadata) -> list[range]:
-        """Return for each sequence the positions before its root that have no keys and values."""
+        """Return for each sequence the positions before its root on which the model was not run."""
         return [range(self._until[row], root) for row, root in zip(host.rows, host.roots, strict=True)]
 
-    def run(self, row: int, until: int, slots: Tensor) -> None:
-        """Mark a row's positions before `until` as run, the last of them in these slots. # slots [count] int64"""
+    def run(self, row: int, until: int) -> None:
+        """Mark a row's positions before `until` as run."""
+        self._held.hold(self.slots[row, self._until[row] : until])
         self._until[row] = until
-        self._held.hold(slots)
 
 
 class LevelNodes(NamedTuple):
     """The nodes of each sequence's tree that were run so far, the root first."""
 
-    rows: Tensor  # [batch] int64, in `SequenceTable`
+    rows: Tensor  # [batch] int64, in `Sequences`
     roots: Tensor  # [batch] int64, absolute positions
     depths: Tensor  # [batch, nodes] int64, 1 for the root
     ancestors: Tensor  # [batch, nodes, nodes] bool, the node itself included
@@ -123,7 +111,7 @@ class LevelNodes(NamedTuple):
 class TreeForward:
     """Runs a model on committed positions of sequences and on their draft trees."""
 
-    def __init__(self, model: LanguageModel, table: SequenceTable, *, nodes: int) -> None:
+    def __init__(self, model: LanguageModel, table: Sequences, *, nodes: int) -> None:
         """`nodes`: maximum number of rows of a tree."""
         self._model, self._table = model, table
         self._scratch = model.scratch[: len(model.scratch) // nodes * nodes].view(-1, nodes)  # [trees, nodes]
@@ -133,8 +121,8 @@ class TreeForward:
         """Maximum number of trees that fit into the pool's entries for tree nodes."""
         return self._scratch.shape[0]
 
-    def follow(self, row: int, positions: range) -> Tensor:
-        """Run a range of positions of a sequence, and return their slots. # -> [positions] int64"""
+    def follow(self, row: int, positions: range) -> None:
+        """Run a range of positions of a sequence."""
         device = self._table.slots.device
         table_rows = torch.tensor([row], device=device)
         for start in range(positions.start, positions.stop, _AT_ONCE):
@@ -142,7 +130,6 @@ class TreeForward:
             end = torch.tensor([span.stop - 1], device=device)
             none = end.new_zeros(1, 0)
             self._run([span], LevelNodes(table_rows, end + 1, none, none[..., None].bool()), none)
-        return self._table.slots[row, positions.start : positions.stop]
 
     def root(self, rows: Tensor, roots: Tensor, missing: Sequence[range]) -> tuple[Tensor, LevelNodes]:
         """Run the missing positions of each sequence and, in the same forward, the roots of their trees. # rows, roots

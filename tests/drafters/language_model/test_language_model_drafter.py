@@ -9,8 +9,8 @@ import torch
 
 from drafters.calibration import RankCalibration
 from drafters.language_model.drafter import DEPTH
-from drafters.language_model.forward import OwnKeys
-from drafters.protocol import DraftContext, DraftingSizes, HostMetadata
+from drafters.language_model.forward import Sequences
+from drafters.protocol import DraftContext, DraftingSizes, HostMetadata, Read
 from service.engine.requests import GenerationRequest, SamplingParams, SpeculationParams
 from tests.drafters.language_model.parts import (
     SEED,
@@ -122,14 +122,14 @@ def test_what_was_not_followed_is_run_before_it_is_read() -> None:
 
 
 def test_slots_that_hold_another_text_are_not_read() -> None:
-    keys = OwnKeys(DraftingSizes(max_sequences=2, max_length=8, max_nodes=4, num_slots=9))
+    keys = Sequences(DraftingSizes(max_sequences=2, max_length=8, max_nodes=4, num_slots=9))
     first, second = HostMetadata((0,), (3,)), HostMetadata((1,), (4,))
-    slots = torch.tensor([4, 2, 7])
     keys.start(DraftContext(0, [5, 6, 7, 8]))
     assert keys.missing(first) == [range(0, 3)]
-    keys.run(0, 3, slots)
+    keys.read(Read(0, 0, torch.tensor([6, 7, 8]), torch.tensor([4, 2, 7]), torch.zeros(3, 0)))
+    keys.run(0, 3)
     keys.start(DraftContext(1, [5, 6, 7, 8, 9], cached=torch.tensor([4, 2, 7, 5])))
     assert keys.missing(second) == [range(3, 4)]
-    keys.take(torch.tensor([[2, 4]]), torch.tensor([1]))  # only one of them holds a position
+    keys.read(Read(0, 3, torch.tensor([9]), torch.tensor([2]), torch.zeros(1, 0)))  # another position in a slot
     keys.start(DraftContext(1, [5, 6, 7, 8, 9], cached=torch.tensor([4, 2, 7, 5])))
     assert keys.missing(second) == [range(1, 4)]
