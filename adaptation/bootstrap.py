@@ -92,7 +92,7 @@ class Bootstrap:
         model = copy.deepcopy(self.weights.anchor)
         model.set_vocabulary(self.counts.most_frequent(model.config.draft_vocab_size).to(model.d2t.device))
         model.lm_head.weight.copy_(self._rows(model.d2t))
-        self._sums.solve(model.input_layer, torch.Generator().manual_seed(self._seed))
+        model.input_layer.solve(self._sums, torch.Generator().manual_seed(self._seed))
         return weights_of(model)
 
     def judged(self, solution: dict[str, Tensor], *, published: bool) -> None:

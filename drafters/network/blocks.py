@@ -16,7 +16,7 @@ from torch.nn.functional import pad
 from drafters.calibration import RankCalibration
 from drafters.coupling import TreeNoise
 from drafters.feedback import NOWHERE
-from drafters.network.heads import propose, spread
+from drafters.network.heads import propose
 from drafters.network.layers import Embed
 from drafters.network.pool import WAITING, EntryPool, EntryState, Waiting
 from drafters.network.recording import FeedbackRecorder
@@ -244,10 +244,9 @@ class TreeGrower:
         number, network = len(before), self._weights.network
         ahead = torch.arange(states.shape[2], device=states.device)
         proposal = propose(network, self._for_heads(states), origin.depth[..., None] + 1 + ahead, start.noise)
-        predicted = spread(proposal.chances)
         is_last, paths = number + 1 == self._weights.blocks, network.traits.paths
         first_number = sum(block.nodes.tokens.shape[1] for block in before)
-        offered = origin, proposal.tokens, predicted, self.calibration.trust(number)
+        offered = origin, proposal.tokens, proposal.predicted, self.calibration.trust(number)
         starts = 0 if is_last else self._weights.starts
         least = self._sizes.least_survival
         lattice, picked = network.ops.grow_lattice(*offered, first_number, least, starts)
@@ -255,9 +254,9 @@ class TreeGrower:
         buckets = self.calibration.buckets(number).flatten()
         if paths > 1:
             grown = path_nodes(*offered, least, paths=paths)
-            nodes = ForwardNodes(*grown, predicted.expand(-1, paths, -1, -1).flatten(1), buckets.repeat(paths))
+            nodes = ForwardNodes(*grown, proposal.predicted.expand(-1, paths, -1, -1).flatten(1), buckets.repeat(paths))
             return GrownBlock(nodes, ()), proposal.logits
-        nodes = ForwardNodes(*lattice.nodes(), predicted.flatten(1), buckets.repeat(states.shape[1]))
+        nodes = ForwardNodes(*lattice.nodes(), proposal.predicted.flatten(1), buckets.repeat(states.shape[1]))
         return GrownBlock(nodes, () if is_last else (NextStarts(picked, states, live),)), proposal.logits
 
     def _for_heads(self, states: Tensor) -> Tensor:

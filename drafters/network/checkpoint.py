@@ -159,12 +159,13 @@ def read_weights(folder: Path, config: DrafterConfig) -> dict[str, Tensor]:
     missing. Raises DrafterError for names or shapes [...] that do not fit the config."""
     with refusing(folder, f"{WEIGHTS_FILE} cannot be read", OSError, SafetensorError):
         tensors = load_file(folder / WEIGHTS_FILE)
-    vocabulary = _vocabulary(tensors, config, folder)
+    with refusing(folder, f"{WEIGHTS_FILE} does not fit its config", ValueError):
+        d2t = vocabulary(tensors, config)
     wanted = {name: shape for name, shape in shapes_of(config).items() if name != VOCABULARY}
     published = {_published(name): shape for name, shape in wanted.items()}
     refuse_misfits(folder, tensors, published, may_lack=(HEAD,))
     stored = {name: tensors[_published(name)] for name in wanted if _published(name) in tensors}
-    return {**stored, VOCABULARY: vocabulary}
+    return {**stored, **d2t}
 
 
 def refuse_misfits(
@@ -198,16 +199,19 @@ def refusing(folder: Path, what: str, *errors: type[Exception]) -> Iterator[None
         raise DrafterError(f"drafter {folder}: {what}: {error}") from error
 
 
-def _vocabulary(tensors: dict[str, Tensor], config: DrafterConfig, folder: Path) -> Tensor:
-    """Return the target ids of the draft tokens, which the file stores minus their index. # -> [draft_vocab] int64"""
-    distances = tensors.pop("d2t", None)
+def vocabulary(tensors: dict[str, Tensor], config: DrafterConfig) -> dict[str, Tensor]:
+    """Remove the draft vocabulary from a file's tensors, and return it as a weight. `d2t` stores target ids minus draft
+    ids; without it, every token can be drafted. Raises ValueError for an invalid `d2t`. # -> [draft_vocab] int64"""
     tensors.pop("t2d", None)
-    if distances is None or distances.shape != (config.draft_vocab_size,):
-        raise DrafterError(f"drafter {folder}: d2t must list {config.draft_vocab_size} tokens")
-    d2t = distances.long() + torch.arange(config.draft_vocab_size)
+    tokens = torch.arange(config.draft_vocab_size)
+    zeros = torch.zeros(len(tokens) if len(tokens) == config.target_vocab_size else 0)
+    distances = tensors.pop("d2t", zeros)
+    if distances.shape != tokens.shape:
+        raise ValueError(f"its d2t must list {len(tokens)} tokens, and lists {distances.numel()}")
+    d2t = tokens + distances.long()
     if not names_tokens(d2t, config.target_vocab_size):
-        raise DrafterError(f"drafter {folder}: d2t names tokens that the target does not have, or one twice")
-    return d2t
+        raise ValueError("its d2t names tokens that the target does not have, or one twice")
+    return {VOCABULARY: d2t}
 
 
 def _published(name: str) -> str:

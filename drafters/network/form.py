@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from drafters.network.checkpoint import VOCABULARY, TargetParts, names_tokens
+from drafters.network.checkpoint import TargetParts
 from drafters.network.config import DrafterConfig, Fields
 
 EMBEDDING = "embed_tokens.weight"
@@ -99,21 +99,6 @@ def taps_of(counted: Sequence[int], target: TargetParts, *, first: int) -> tuple
     if not all(0 <= tap < depth for tap in taps):
         raise ValueError(f"it taps layers {', '.join(map(str, counted))}, and the target has {depth}")
     return taps
-
-
-def vocabulary(tensors: dict[str, Tensor], config: DrafterConfig) -> dict[str, Tensor]:
-    """Remove the draft vocabulary from a file's tensors, and return it as a weight. `d2t` stores target ids minus draft
-    ids; without it, every token can be drafted. Raises ValueError for an invalid `d2t`. # -> [draft_vocab] int64"""
-    tensors.pop("t2d", None)
-    tokens = torch.arange(config.draft_vocab_size)
-    zeros = torch.zeros(len(tokens) if len(tokens) == config.target_vocab_size else 0)
-    distances = tensors.pop("d2t", zeros)
-    if distances.shape != tokens.shape:
-        raise ValueError(f"its d2t must list {len(tokens)} tokens, and lists {distances.numel()}")
-    d2t = tokens + distances.long()
-    if not names_tokens(d2t, config.target_vocab_size):
-        raise ValueError("its d2t names tokens that the target does not have, or one twice")
-    return {VOCABULARY: d2t}
 
 
 def drop_embedding(tensors: dict[str, Tensor], target: TargetParts, name: str = EMBEDDING) -> None:

@@ -18,31 +18,24 @@ from kernels.lattice import CLASS_OF_RANK
 
 
 @dataclass(frozen=True, slots=True)
-class BlockChances:
-    """Rank features and rank-class logits for each position of a block, from which `spread` computes probabilities."""
-
-    features: Tensor  # [..., block, NUM_FEATURES], of `rank_features`
-    classes: Tensor  # [..., block, 4], logits of the rank classes
-
-
-@dataclass(frozen=True, slots=True)
 class Proposal:
-    """Candidate tokens at each position of some blocks, with the inputs of `spread`."""
+    """Candidate tokens at each position of some blocks."""
 
     tokens: Tensor  # [batch, starts, block, rank] int64, target ids
-    chances: BlockChances
+    predicted: Tensor  # [batch, starts, block, rank], conditional probability of each given its parent
     logits: Tensor  # [batch, starts, block, draft_vocab], without the sampling noise
 
 
 def propose(network: ServingNetwork, states: Tensor, depths: Tensor, noise: TreeNoise) -> Proposal:
-    """Choose and rank candidates at each position. # states [batch, starts, block, hidden]; depths [batch, starts,
+    """Choose and rank candidates at each position; the probability of each rank class is divided among its ranks in
+    proportion to their draft probability. # states [batch, starts, block, hidden]; depths [batch, starts,
     block] of the proposed tokens, from 1"""
     logits, likeliest = network.head(states), network.traits.rank_head.scores
     scores = noise.scores(logits, depths)
     features, ids = rank_features(scores)
     read = rank_features(scores, likeliest)[0] if likeliest else features
-    chances = BlockChances(features, network.rank_logits(states, read))
-    return Proposal(network.d2t[ids], chances, logits)
+    predicted = network.ops.spread_classes(network.rank_logits(states, read), features)
+    return Proposal(network.d2t[ids], predicted, logits)
 
 
 def rank_features(scores: Tensor, likeliest: int = 0) -> tuple[Tensor, Tensor]:
@@ -63,9 +56,3 @@ def rank_class(ids: Tensor, token: Tensor) -> Tensor:
     found = ids == token[..., None]
     classes = torch.tensor(CLASS_OF_RANK, device=ids.device)
     return torch.where(found.any(-1), (found * classes).sum(-1), 3)
-
-
-def spread(chances: BlockChances) -> Tensor:
-    """Divide the probability of each class among its ranks in proportion to their draft probability: the conditional
-    probability of each rank given its parent. # -> [..., block, rank]"""
-    return ops.on(chances.classes.device).spread_classes(chances.classes, chances.features)

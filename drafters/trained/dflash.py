@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from drafters.network import form
-from drafters.network.checkpoint import HEAD, VOCABULARY, TargetParts
+from drafters.network.checkpoint import HEAD, VOCABULARY, TargetParts, vocabulary
 from drafters.network.config import DrafterConfig, Fields, NetworkTraits, RankHeadShape
 from drafters.network.form import Described, PublishedForm, Tensors, TrainedKind
 from drafters.network.layers import Embed, Input, LayerShape, Norm
@@ -172,7 +172,7 @@ def _config(described: Described, tensors: Tensors, target: TargetParts) -> Draf
 def _weights(tensors: dict[str, Tensor], config: DrafterConfig, target: TargetParts) -> dict[str, Tensor]:
     assert isinstance(config, DFlashConfig), "the config was read by this form"
     form.drop_embedding(tensors, target)
-    found = form.vocabulary(tensors, config)
+    found = vocabulary(tensors, config)
     if HEAD not in tensors:
         if target.head is None:
             raise ValueError("it has no head of its own, and the target's head is repacked")

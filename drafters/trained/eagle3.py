@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from drafters.network import form
-from drafters.network.checkpoint import TargetParts
+from drafters.network.checkpoint import TargetParts, vocabulary
 from drafters.network.config import DrafterConfig, Fields, NetworkTraits, RankHeadShape
 from drafters.network.form import Described, PublishedForm, Tensors, TrainedKind
 from drafters.network.layers import DrafterDecoder, Input, LayerShape
@@ -238,7 +238,7 @@ def _taps(counted: Sequence[int] | None, target: TargetParts) -> tuple[int, ...]
 
 def _weights(tensors: dict[str, Tensor], config: DrafterConfig, target: TargetParts) -> dict[str, Tensor]:
     form.drop_embedding(tensors, target)
-    d2t = form.vocabulary(tensors, config)
+    d2t = vocabulary(tensors, config)
     return {**form.renamed(tensors, _NAMES), **d2t}
 
 

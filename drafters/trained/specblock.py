@@ -14,7 +14,7 @@ entry k stands at position t + k and predicts the token at t + k + 1. A block is
 4. Heads. The output norm gives the final h_k and the draft head its logits. `propose` (heads.py) turns them into the
    scores by which tokens are ranked: log q, or log q / T + Gumbel noise at T > 0 (drafters/coupling.py). The rank head
    reads h_k and 15 features of the scores, and returns logits of the classes 1, 2-4, 5-10 and beyond for the rank of
-   the target's token (`rank_logits` in served.py). `spread` of heads.py divides the class
+   the target's token (`rank_logits` in served.py). `propose` divides the class
    probabilities among the ten candidates of each position.
 5. Tree. `grow_lattice` (kernels/lattice.py) corrects these probabilities by learned factors (`RankCalibration.trust` in
    drafters/calibration.py) and multiplies them along each path. The first ranks of a block form its spine; ranks 2 to
@@ -39,7 +39,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from drafters.network import form
-from drafters.network.checkpoint import TargetParts
+from drafters.network.checkpoint import TargetParts, vocabulary
 from drafters.network.config import DrafterConfig, Fields, NetworkTraits, RankHeadShape
 from drafters.network.form import Described, PublishedForm, Tensors, TrainedKind
 from drafters.network.layers import Input, LayerShape
@@ -234,7 +234,7 @@ def _refuse_scaling(layers: Mapping[str, Any]) -> None:
 def _weights(tensors: dict[str, Tensor], config: DrafterConfig, target: TargetParts) -> dict[str, Tensor]:
     form.drop_embedding(tensors, target, "input_layer.embed_tokens.weight")
     ranks = {name: tensors[name] for name in ("rank_head.0.weight", "rank_head.2.weight")}  # required in this form
-    return {**form.vocabulary(tensors, config), **form.renamed(tensors, _NAMES), **ranks}
+    return {**vocabulary(tensors, config), **form.renamed(tensors, _NAMES), **ranks}
 
 
 AUTHORS_FORM = PublishedForm(

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from drafters.network.config import DrafterConfig
-from drafters.network.layers import Embed, Input, LayerShape
+from drafters.network.layers import Embed, LayerShape
 from drafters.network.model import SpecBlock
 from drafters.training.corpus import Example, TrainingError
 
@@ -68,7 +68,7 @@ def initialise(
             sums.add(examples[place], embed)
     if not sums.positions or not apart:
         raise TrainingError(f"fewer than {_APART} responses: there is nothing to train on; give more responses")
-    sums.solve(model.input_layer, generator)
+    model.input_layer.solve(sums, generator)
     received_from = len(target.layers) - 1 - model.config.num_layers
     return {
         "explained": explained(model, embed, apart),
@@ -126,17 +126,14 @@ class InputSums:
         if sum(len(one) for one in self._waiting) >= _TOGETHER:
             self._sum_up()
 
-    def solve(self, layer: Input, generator: torch.Generator) -> None:
-        """Set all weights of an input layer from the regression; `generator` draws random ones."""
-        self._sum_up()
-        layer.solve(self, generator)
-
     def linear_guess(self) -> Tensor:
         """Return the regression's weights on the taps. # -> [taps * hidden, hidden]"""
+        self._sum_up()
         return self._solution(torch.arange(self.known, device=self._squares.device))[: self.known - self.hidden - 1]
 
     def fused(self) -> FusedSolution:
         """Return the regression's solution, split into the weights of an input layer with a condition."""
+        self._sum_up()
         hidden, gram = self.hidden, self._products[:, : self.known]
         taps, count = self.known - hidden - 1, self._ones[-1]
         condition, back, other = self._parts(taps)

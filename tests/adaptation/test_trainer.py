@@ -116,7 +116,7 @@ def test_at_a_temperature_the_rank_head_learns_the_ranks_that_it_serves_with(oth
     noise = TreeNoise.of(Noise.of_text(77, 1.0, positions - 1), 1, model.d2t)
     states = fresh.draft_labels.states[:, None, None]
     proposal = propose(serving(model), states, torch.ones(states.shape[:3], dtype=torch.int64), noise)
-    assert float(proposal.chances.classes[..., 0].mean()) > 0.85
+    assert float(proposal.predicted[..., 0].mean()) > 0.6
     assert float((proposal.tokens[:, 0, 0, 0] == fresh.draft_labels.tokens).float().mean()) > 0.8
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from drafters import folders as published
 from drafters.coupling import TreeNoise
 from drafters.network.checkpoint import DrafterError, weights_of
-from drafters.network.heads import propose
+from drafters.network.heads import propose, rank_features
 from drafters.network.model import SpecBlock
 from drafters.network.pool import EntryPool, EntryState
 from drafters.network.served import ServingNetwork
@@ -44,8 +44,12 @@ def spoken(model: SpecBlock, loaded: LoadedModel, features: Tensor, tokens: Tens
     later, _ = forward.next(first, picked, nodes, torch.tensor([count]))
     noise = TreeNoise(torch.zeros(1), torch.zeros(1, 0, DRAFT_VOCAB))
     depths = torch.arange(1, BLOCK + 1).view(1, 1, BLOCK)
-    proposals = [propose(network, states[..., :HIDDEN].contiguous(), depths, noise) for states in (first, later)]
-    return [Block(proposal.logits[0, 0], proposal.chances.classes[0, 0]) for proposal in proposals]
+    found = []
+    for states in (first[..., :HIDDEN].contiguous(), later[..., :HIDDEN].contiguous()):
+        logits = propose(network, states, depths, noise).logits
+        classes = network.rank_logits(states, rank_features(logits, network.traits.rank_head.scores)[0])
+        found.append(Block(logits[0, 0], classes[0, 0]))
+    return found
 
 
 @pytest.mark.parametrize(

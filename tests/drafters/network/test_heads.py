@@ -10,7 +10,7 @@ import torch
 from drafters.coupling import TreeNoise, least_kept
 from drafters.network.blocks import path_nodes
 from drafters.network.checkpoint import weights_of
-from drafters.network.heads import BlockChances, propose, rank_features, spread
+from drafters.network.heads import propose, rank_features
 from drafters.network.served import ServingNetwork
 from drafters.protocol import Noise
 from drafters.trained.specblock import AUTHORS
@@ -22,6 +22,8 @@ from kernels.lattice import TOP, StartNodes
 from kernels.sample import Filters
 from tests.drafters.network.parts import DRAFT_VOCAB, computed, serves, serving, tiny_drafter
 from tests.tiny_models import VOCAB_SIZE
+
+spread = ops.on(torch.device("cpu")).spread_classes
 
 
 def noise(temperature: float, batch: int = 2) -> Noise:
@@ -60,9 +62,9 @@ def test_a_rank_head_that_reads_the_likeliest_scores_does_not_change_the_draft()
     network = serving(tiny_drafter(**AUTHORS))
     found = propose(network, states, depths, TreeNoise.of(noise(0.0), 4, network.d2t))
     whole, few = (rank_features(found.logits, scores)[0] for scores in (0, 20))
-    assert torch.equal(found.chances.features, whole)
-    assert torch.equal(found.chances.classes, network.rank_logits(states, few))
-    assert (found.chances.classes - network.rank_logits(states, whole)).abs().max() > 1e-3
+    classes, of_whole = network.rank_logits(states, few), network.rank_logits(states, whole)
+    assert torch.equal(found.predicted, spread(classes, whole))
+    assert (classes - of_whole).abs().max() > 1e-3
     with pytest.raises(ValueError, match="rank_scores must be 20, not 12, for kind specblock"):
         tiny_drafter(**{**AUTHORS, "rank_scores": 12})
     with pytest.raises(ValueError, match="draft_vocab_size must be at least 20"):
@@ -72,7 +74,7 @@ def test_a_rank_head_that_reads_the_likeliest_scores_does_not_change_the_draft()
 def test_chances_of_a_class_are_spread_by_draft_probability() -> None:
     draft = torch.tensor([0.4, 0.2, 0.1, 0.1, 0.05, 0.05, 0.02, 0.02, 0.02, 0.02])
     classes = torch.tensor([0.5, 0.3, 0.1, 0.1])
-    chances = spread(BlockChances(draft.log(), classes.log()))
+    chances = spread(classes.log(), draft.log())
     assert torch.allclose(chances[0], torch.tensor(0.5))
     assert torch.allclose(chances[1:4], torch.tensor([0.15, 0.075, 0.075]))
     assert torch.allclose(chances[4:].sum(), torch.tensor(0.1))
@@ -82,9 +84,8 @@ def test_no_rank_is_ever_certain_or_negative() -> None:
     generator = torch.Generator().manual_seed(1)
     draft = torch.rand(50, 4, TOP, generator=generator).sort(-1, descending=True).values
     logprobs, logits = (draft / draft.sum(-1, keepdim=True)).log(), torch.rand(50, 4, 4, generator=generator)
-    chances = BlockChances(logprobs, logits)
-    sure = BlockChances(torch.eye(TOP)[0].expand(1, 4, TOP).log(), torch.eye(4)[0].expand(1, 4, 4) * 100)
-    for conditional in (spread(chances), spread(sure)):
+    sure = spread(torch.eye(4)[0].expand(1, 4, 4) * 100, torch.eye(TOP)[0].expand(1, 4, TOP).log())
+    for conditional in (spread(logits, logprobs), sure):
         assert (conditional >= 0).all()
         assert (conditional < 1).all()
 

@@ -176,7 +176,7 @@ def test_taps_leave_their_norm_with_unit_deviation() -> None:
     sums = InputSums(model.config, "cpu")
     for one in examples:
         sums.add(one, embed)
-    sums.solve(model.input_layer, drawn())
+    model.input_layer.solve(sums, drawn())
     known = torch.cat([e.features[:-1] for e in examples])
     for norm, tap in zip(model.input_layer.feature_norms.children(), known.chunk(3, dim=-1), strict=True):
         sizes = norm(tap).square().mean(0).sqrt()

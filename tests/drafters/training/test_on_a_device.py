@@ -58,7 +58,7 @@ def test_an_input_is_solved_there(model: SpecBlock, embed: Embed, examples: list
     sums = InputSums(model.config, ELSEWHERE)
     for example in examples[:-1]:
         sums.add(example, embed)
-    sums.solve(model.input_layer, torch.Generator().manual_seed(0))
+    model.input_layer.solve(sums, torch.Generator().manual_seed(0))
     assert explained(model, embed, examples[-1:]) <= 1.0
 
 
