@@ -7,7 +7,8 @@ result does not depend on the other rows of its forward, so cached keys and valu
 In layers with a window, slots may lose their places (`Windows`): the cache keeps those before the ends of nodes, where
 messages end and prompts part, and a prefix is found only as far as the window before its end still has its places. In
 the same way recurrent layers need a snapshot of their states at the end of a prefix (`States`): running sequences leave
-them where their messages end and where their prompt parts from a cached text, and the least recently needed is dropped.
+them where their messages end and where their prompt parts from a cached text, and the least recently needed is dropped
+(`Node.needed`).
 Legend: labels = tokens on the edge to a node, one per slot of the node; placed = with a place in layers with a window.
 """
 
@@ -32,6 +33,8 @@ _WORTH_WAITING = 64
 _WORTH_A_STATE = 16
 """Minimum number of tokens between two snapshots of a text, except at the end of its messages."""
 
+_MOST_HELD = 2  # snapshots of a running sequence that are not published, where the cache has its text without any
+
 
 @dataclass(slots=True, eq=False)
 class PrefixLease:
@@ -48,6 +51,8 @@ class PrefixLease:
     ends: set[int] = field(default_factory=set)  # numbers of positions after which the cache wants a snapshot
     states: dict[int, int] = field(default_factory=dict)  # snapshots for the cache, by their numbers of positions
     last_state: int = 0  # positions before the last snapshot
+    messages_end: int = 0  # position after which another prompt may go on; 0 if unknown
+    num_tokens: int = 0  # number of the sequence's tokens when the lease was acquired
 
 
 Running = tuple[PrefixLease, int, list[int], Tensor]
@@ -77,7 +82,7 @@ class PrefixCache:
         self.num_evictable = 0  # slots that `evict` could return now
         self._nothing = torch.empty(0, dtype=torch.int64, device=device)
         self._roots: dict[tuple[str, int], Node] = {}
-        self._now = 0
+        self._now = self._dropped = 0  # `_dropped`: when the last dropped snapshot was needed
         self._leaves: set[Node] = set()  # all evictable nodes, and some that no longer are
 
     def acquire(self, namespace: str, tokens: list[int], messages_end: int | None = None) -> PrefixLease:
@@ -98,11 +103,14 @@ class PrefixCache:
         root.leases += 1
         node, length = path[-1][0] if path else root, sum(common for _, common in path)
         self._see(node)
+        node.needed = self._now if node.is_shared else node.needed
+        node.is_shared = node.state is not None
         slots = torch.cat([above.slots for above, _ in path]) if path else self._nothing
         lease = PrefixLease(node, length, slots, placed_from=length, state=node.state or NULL_STATE, last_state=length)
         lease.parting = known if self._windows and length < known else 0
+        lease.messages_end, lease.num_tokens = min(messages_end or 0, len(tokens) - 1), len(tokens)
         self.want_state(lease, known)
-        self.want_state(lease, min(messages_end or 0, len(tokens) - 1), least=1)
+        self.want_state(lease, lease.messages_end, least=1)
         return lease
 
     def known(self, namespace: str, tokens: list[int]) -> int:
@@ -130,8 +138,8 @@ class PrefixCache:
         return [] if root is None else [*root.path(tokens)]
 
     def _see(self, node: Node) -> None:
-        """Note that the window before the end of this node, or its state, is needed."""
-        left = max(self._window, self._states is not None)
+        """Note that the window before the end of this node is needed."""
+        left = self._window
         for above in node.upwards() if left else ():
             above.last_seen = self._now
             left -= len(above.labels)
@@ -198,17 +206,24 @@ class PrefixCache:
             used = self._states.in_use
             held = [node for node in self._nodes() if node.state is not None and node.state not in used]
             if held:
-                self._drop_state(min(held, key=lambda node: node.last_seen))
+                oldest = min(reversed(held), key=lambda node: node.needed)  # of equal ones the deepest
+                self._dropped = oldest.needed
+                self._drop_state(oldest)
         if self._states.free:
             lease.states[position], lease.last_state = self._states.keep(row), position
+        if len(lease.states) > _MOST_HELD:
+            self._states.free.append(lease.states.pop(min(lease.states)))
 
     def _give_states(self, lease: PrefixLease, node: Node, length: int, tokens: list[int]) -> None:
         """Give a running sequence's snapshots to the nodes of its text below `node`, which ends at `length`, as far as
-        the cache has that text; drop those that it has already."""
+        the cache has that text; drop those that it has already. What follows an answer may go on from the end of the
+        messages instead, so snapshots at ends of answers are dropped when half as old as others."""
         for position in [*lease.states]:
             found, end = node.descend(tokens[: position + 1], length)
             if end == position and found.state is None:
-                found.state = lease.states.pop(position)
+                found.state, answered = lease.states.pop(position), position >= lease.num_tokens
+                found.needed = (self._dropped + self._now) // 2 if answered else self._now
+                found.is_shared = not answered and position != lease.messages_end
                 self._see(found)
             elif end == position and self._states is not None:
                 self._states.free.append(lease.states.pop(position))
@@ -216,7 +231,7 @@ class PrefixCache:
     def _drop_state(self, node: Node) -> None:
         if self._states is not None and node.state is not None:
             self._states.free.append(node.state)
-            node.state = None
+            node.state, node.needed = None, 0
 
     def held_states(self, leases: Sequence[PrefixLease]) -> list[int]:
         """List the snapshots that belong to the cache, and those that these leases have for it."""
@@ -296,20 +311,20 @@ class PrefixCache:
             self._windows.take(slots)
 
     def evict(self, count: int) -> Tensor:
-        """Evict `count` slots, least recently used first, or all evictable ones if there are fewer.
-        # -> [evicted] int64"""
+        """Evict `count` slots, or all evictable ones if there are fewer: with recurrent layers first those behind the
+        last snapshot of a text, where no prefix ends, then the least recently used. # -> [evicted] int64"""
         given = [self._nothing]
-        oldest = [(leaf.last_used, id(leaf), leaf) for leaf in self._leaves if leaf.is_evictable]
+        oldest = [leaf.order for leaf in self._leaves if leaf.is_evictable]
         heapq.heapify(oldest)
         while count > 0 and oldest:
-            leaf = heapq.heappop(oldest)[2]
+            leaf = heapq.heappop(oldest)[-1]
             kept = max(0, len(leaf.labels) - count)  # cut from the end, which is shared by the fewest prompts
             given.append(leaf.slots[kept:])
             count -= len(leaf.labels) - kept
             rest = self._shorten(leaf, kept)
             if rest.is_evictable:
-                heapq.heappush(oldest, (rest.last_used, id(rest), rest))
-        self._leaves = {leaf for _, _, leaf in oldest}
+                heapq.heappush(oldest, rest.order)
+        self._leaves = {leaf for *_, leaf in oldest}
         return torch.cat(given)
 
     def held_only_by(self, leases: Sequence[PrefixLease]) -> int:

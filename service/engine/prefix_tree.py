@@ -21,13 +21,20 @@ class Node:
     leases: int = 0  # number of leases that end at this node or below it
     last_used: int = 0  # counter of the cache's calls at the last use
     placed_from: int = 0  # first label from which on all slots are placed
-    last_seen: int = 0  # counter of the cache's calls when the window or the state before its end was last needed
+    last_seen: int = 0  # counter of the cache's calls when the window before its end was last needed
     state: int | None = None  # snapshot of the states that have read the text up to its end
+    needed: int = 0  # counter of the cache's calls when the snapshot was left, or last needed if shared; 0 without one
+    is_shared: bool = False  # whether several texts go on from the snapshot; a text that went on needs it no more
 
     @property
     def is_evictable(self) -> bool:
         """Whether neither a lease nor a longer cached prefix needs this node."""
         return self.leases == 0 and not self.children and self.parent is not None
+
+    @property
+    def order(self) -> tuple[int, int, int, "Node"]:
+        """Sort key among leaves: the smallest is evicted first."""
+        return self.needed, self.last_used, id(self), self
 
     def upwards(self) -> Iterator["Node"]:
         """Iterate over this node and its ancestors, without the root."""

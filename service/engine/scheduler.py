@@ -199,17 +199,20 @@ class Scheduler:
         return self._table.slots[sequence.table_row, first : sequence.num_computed]
 
     def _note_progress(self) -> None:
-        """Charge clients for the last step, leave the snapshots that the prefix cache wants, and publish prompts that
-        are now computed in it."""
+        """Charge clients for the last step, leave the snapshots that the prefix cache wants, and publish in it the
+        prompts that are now computed, or computed up to a snapshot."""
         for sequence in self.running:
             self._service.settle(sequence)
-            if sequence.lease is not None and sequence.num_computed in sequence.lease.ends:
-                self._cache.keep_state(sequence.lease, sequence.table_row)
-            if sequence.lease is not None and not sequence.is_prefilling and not sequence.lease.is_published:
-                self._cache.publish(sequence.lease, sequence.tokens, self._own_slots(sequence))
-                sequence.lease.is_published = True
+            lease = sequence.lease
+            assert lease is not None, "a running sequence has a lease"
+            has_snapshot = sequence.num_computed in lease.ends
+            if has_snapshot:
+                self._cache.keep_state(lease, sequence.table_row)
+            if not lease.is_published and (has_snapshot or not sequence.is_prefilling):
+                self._cache.publish(lease, sequence.tokens, self._own_slots(sequence))
+                lease.is_published = not sequence.is_prefilling
                 self.queue.release(sequence)
-            if sequence.lease is not None and sequence.lease.parting:
+            if lease.parting:
                 self._cache.pass_unseen(in_cache(sequence, self._table))
 
     def _preempt_until_decoding_fits(self) -> None:

@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
+from itertools import chain
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -373,3 +374,27 @@ def test_a_state_refuses_a_gap() -> None:
     states.begin(0, position=5)
     with pytest.raises(AssertionError, match="has read 5 tokens cannot go on at 7"):
         states.rows([ExtendRows(0, 7, [1], completes=True)], [0], torch.zeros(1, 0))
+
+
+@pytest.mark.parametrize(("snapshots", "num_slots", "most"), [(14, 8192, 1.1), (30, 3800, 1.1)])
+def test_conversations_in_turn_keep_their_last_snapshot(snapshots: int, num_slots: int, most: float) -> None:
+    choose, (engine, _) = random.Random(0), engine_of(snapshots, num_slots=num_slots, drafter="none")
+    turns, read = [*zip(*(conversation(choose, 10) for _ in range(6)), strict=True)], 0
+    for prompt, _ in chain.from_iterable(turns):
+        one = replace(request("turn", prompt, greedy(20)), messages_end=len(prompt) - 2)
+        read += prompt_tokens_read(engine, [one])
+    assert read <= most * sum(new for _, new in chain.from_iterable(turns))
+
+
+def test_a_prompt_that_many_wait_for_holds_no_snapshots_back() -> None:
+    engine, layer = engine_of(snapshots=2)
+    long, ends = [*next(random_prompts(1, 400, seed=1))], range(80, 400, 80)
+    requests = [request("long", long, greedy(1)), *(request(str(end), [*long[:end], 7], greedy(1)) for end in ends)]
+    for one in requests:
+        ask(engine, one)
+    while not engine.idle:
+        engine.step()
+        check_states(engine)
+        leases = [one.lease for one in engine.scheduler.running if one.lease is not None]
+        assert all(len(lease.states) <= 1 for lease in leases)
+    assert layer.num_read == len(long) + 2 * len(ends)  # the last common token is read again
