@@ -54,13 +54,6 @@ def _next_index(tokens: Tensor, parents: Tensor, num_nodes: Tensor, target_token
     return next_index.scatter_reduce_(1, parent_index, torch.where(agrees, slots, end), "amin")
 
 
-class CommittedSlots(NamedTuple):
-    """Slots of the accepted nodes, and slots to free."""
-
-    path: Tensor  # [batch, depth] int64, slots of the accepted nodes, NULL_SLOT padded
-    freed: Tensor  # [batch * nodes] int64, slots of rejected nodes, sequence by sequence, NULL_SLOT padded
-
-
 def commit_slots(
     path: Tensor,
     num_accepted: Tensor,
@@ -69,18 +62,18 @@ def commit_slots(
     lines: Tensor,
     extend_end: Tensor,
     slot_table: Tensor,
-) -> CommittedSlots:
-    """Write the slots of accepted nodes into the table after `extend_end`, in place, and list those of rejected nodes.
+) -> Tensor:
+    """Write the slots of accepted nodes into the table after `extend_end`, in place, and list those of rejected nodes,
+    sequence by sequence, NULL_SLOT padded.
     # path [batch, depth] int64, -1 padded; num_accepted, num_nodes, lines (rows of the table), extend_end [batch]
-    int64; node_slots [batch, nodes] int64; slot_table [table rows, max positions] int64"""
+    int64; node_slots [batch, nodes] int64; slot_table [table rows, max positions] int64 -> [batch * nodes] int64"""
     on_path = path >= 0
-    path_slots = node_slots.gather(1, path.clamp(min=0)) * on_path
     ahead = torch.arange(1, path.shape[1] + 1, device=path.device)
     line, root = lines[:, None].expand_as(path), extend_end[:, None]
     # padding rewrites the root's slot, so that the host need not know the count
-    slots = torch.where(on_path, path_slots, slot_table[lines[:, None], root])
+    slots = torch.where(on_path, node_slots.gather(1, path.clamp(min=0)), slot_table[lines[:, None], root])
     slot_table[line, torch.where(on_path, root + ahead, root)] = slots
-    return CommittedSlots(path_slots, _rejected(path, num_nodes, node_slots))
+    return _rejected(path, num_nodes, node_slots)
 
 
 def _rejected(path: Tensor, num_nodes: Tensor, node_slots: Tensor) -> Tensor:
@@ -126,7 +119,7 @@ def settle(
     sizes: Tensor,
     *,
     accept: Callable[..., Accepted] = accept,
-    commit_slots: Callable[..., CommittedSlots] = commit_slots,
+    commit_slots: Callable[..., Tensor] = commit_slots,
 ) -> Verified:
     """Walk down each tree as far as the target agrees, and write the slots of accepted nodes into the table, in place.
     All tensors are int64.
@@ -153,7 +146,7 @@ def settle(
     freed = path.flatten()
     if width:
         path, num_accepted, bonus = accept(tokens, parents, tree_nodes, target_tokens)
-        freed = commit_slots(path, num_accepted, num_nodes, node_slots, table_rows, roots, table).freed
+        freed = commit_slots(path, num_accepted, num_nodes, node_slots, table_rows, roots, table)
     path_logits = logit_index.gather(1, pad(path + 1, (1, 0))).clamp(min=0)
     path_rows = logit_rows[path_logits]
     emitted = _emitted(tokens, path, num_accepted, bonus)

@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels import settle as reference
-from kernels.settle import Accepted, CommittedSlots
+from kernels.settle import Accepted
 from kernels.tree_attention import MAX_DEPTH, MAX_NODES, NULL_SLOT
 
 _SEQUENCES = 32  # smaller batches use the kernel compiled for this size
@@ -72,20 +72,19 @@ def commit_slots(
     lines: Tensor,
     extend_end: Tensor,
     slot_table: Tensor,
-) -> CommittedSlots:
+) -> Tensor:
     """Same as the reference op; one program per sequence, which adds up the counts of all sequences before it.
     # path [batch, depth]; node_slots [batch, nodes]; slot_table [table rows, max positions]"""
     batch, nodes = node_slots.shape
-    path_slots = path.new_full(path.shape, NULL_SLOT)
     freed = node_slots.new_full((batch * nodes,), NULL_SLOT)
     if nodes:
         _commit[(batch,)](
             *(part.contiguous() for part in (path, num_accepted, num_nodes, node_slots, lines, extend_end)),
-            slot_table, path_slots, freed, nodes, path.shape[1], slot_table.stride(0),
+            slot_table, freed, nodes, path.shape[1], slot_table.stride(0),
             BATCH=triton.next_power_of_2(max(batch, _SEQUENCES)), NODES=triton.next_power_of_2(max(nodes, MAX_NODES)),
             MOST=MAX_DEPTH, enable_fp_fusion=True,
         )  # fmt: skip
-    return CommittedSlots(path_slots, freed)
+    return freed
 
 
 @triton.jit(do_not_specialize=["nodes", "depth"])
@@ -97,7 +96,6 @@ def _commit(
     lines: tl.tensor,
     extend_end: tl.tensor,
     slot_table: tl.tensor,
-    path_slots: tl.tensor,
     freed: tl.tensor,
     nodes: tl.tensor,
     depth: tl.tensor,
@@ -111,7 +109,6 @@ def _commit(
     ahead, node, sequences = tl.arange(0, MOST), tl.arange(0, NODES), tl.arange(0, BATCH)
     step = tl.load(path + of * depth + ahead, mask=ahead < depth, other=-1)
     slot = tl.load(node_slots + of * nodes + step, mask=step >= 0, other=0)
-    tl.store(path_slots + of * depth + ahead, slot, mask=step >= 0)
     entry = slot_table + tl.load(lines + of) * line_length + tl.load(extend_end + of) + 1
     tl.store(entry + ahead, slot, mask=step >= 0)
     before = sequences < of
