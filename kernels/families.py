@@ -4,7 +4,7 @@ A family is a function from a model's transformers config to the records of its 
 family, write its function and enter it in `FAMILIES`; what a record cannot say runs by the model's own modules.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from math import inf
 from typing import Any
@@ -74,9 +74,13 @@ def _layer(config: Config, window: int | None, attention: Config, **others: Any)
     return LayerSpec(spec, **{"biases": (biased, biased, bool(config.get("mlp_bias"))), **others})
 
 
-def _layers(config: Config, attention: Config, **others: Any) -> list[LayerSpec]:
-    """Describe layers that differ in their windows alone."""
-    return [_layer(config, window, attention, **others) for window in windows_of(config)]
+def _layers(
+    config: Config, attention: Config, ropes: Sequence[str | None] | None = None, **others: Any
+) -> list[LayerSpec]:
+    """Describe layers that differ in their windows, and in their rotary embeddings if these are given."""
+    windows = windows_of(config)
+    pairs = zip(windows, ropes or [""] * len(windows), strict=True)
+    return [_layer(config, window, {"rope": rope, **attention}, **others) for window, rope in pairs]
 
 
 def _with_states(config: Config, layers: list[LayerSpec], mixer: RecurrentSpec) -> list[LayerSpec]:
@@ -104,24 +108,19 @@ def qwen3(config: Config) -> ModelSpec:
 
 def olmo2(config: Config) -> ModelSpec:
     """OLMo 2, and OLMo 3 with a rotary embedding for each layer type."""
-    kinds = config["layer_types"] if config["model_type"] == "olmo3" else [""] * config["num_hidden_layers"]
-    layers = [
-        _layer(config, window, {"norms": "projection", "rope": kind}, norms=POST_NORM)
-        for window, kind in zip(windows_of(config), kinds, strict=True)
-    ]
-    return _model(config, layers)
+    kinds = config["layer_types"] if config["model_type"] == "olmo3" else None
+    return _model(config, _layers(config, {"norms": "projection"}, kinds, norms=POST_NORM))
 
 
 def exaone4(config: Config) -> ModelSpec:
     """With windows, layers without one do not rotate."""
     rope = "" if config.get("sliding_window") is None else None
-    pairs = [(window, {"norms": "head", "rope": "" if window else rope}) for window in windows_of(config)]
-    return _model(config, [_layer(config, *pair, norms=POST_NORM) for pair in pairs])
+    ropes = ["" if window else rope for window in windows_of(config)]
+    return _model(config, _layers(config, {"norms": "head"}, ropes, norms=POST_NORM))
 
 
 def smollm3(config: Config) -> ModelSpec:
-    pairs = zip(windows_of(config), config["no_rope_layers"], strict=True)
-    return _model(config, [_layer(config, window, {"rope": "" if rotates else None}) for window, rotates in pairs])
+    return _model(config, _layers(config, {}, ["" if rotates else None for rotates in config["no_rope_layers"]]))
 
 
 def granite(config: Config) -> ModelSpec:
@@ -139,17 +138,14 @@ def ministral3(config: Config) -> ModelSpec:
 def gemma(config: Config) -> ModelSpec:
     """Gemma 1 to 3: norms on both sides from Gemma 2 on, norms of heads and two rotary embeddings from Gemma 3 on."""
     kind = config["model_type"]
-    kinds = config["layer_types"] if kind == "gemma3_text" else [""] * config["num_hidden_layers"]
+    ropes = config["layer_types"] if kind == "gemma3_text" else None
     attention: dict[str, Any] = {"softcap": config.get("attn_logit_softcapping")}
     if kind != "gemma":
         attention["scale"] = config["query_pre_attn_scalar"] ** -0.5
     if kind == "gemma3_text":
         attention["norms"] = "head"
     norms, gate = PRE_NORM if kind == "gemma" else BOTH_NORMS, FeedForwardSpec(GateForm("gelu_tanh"))
-    layers = [
-        _layer(config, window, {**attention, "rope": one}, norms=norms, norm_offset=1.0, feed_forward=gate)
-        for window, one in zip(windows_of(config), kinds, strict=True)
-    ]
+    layers = _layers(config, attention, ropes, norms=norms, norm_offset=1.0, feed_forward=gate)
     scale = config["hidden_size"] ** 0.5
     return _model(config, layers, embedding_scale=scale, logit_softcap=config.get("final_logit_softcapping"))
 
