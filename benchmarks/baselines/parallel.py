@@ -38,7 +38,6 @@ class ParallelStructure(FusedStructure):
 
     serving = BlockForward
     training = TrainingForward
-    broadcast = False
 
 
 KIND = TrainedKind(ParallelConfig, {"block_size": 6, "num_layers": 1, **_OPTIONS})

@@ -112,8 +112,7 @@ class FusedInput(Input):
     """Input layer of blocks (section 3.1): h0_k = W_fuse [norm(c_t); norm(e(x_{t+1})); norm(q_k)], with the condition
     c_t = W_cond [h_low; h_mid; h_top] of the tapped features and a learned query q_k for each position of the block."""
 
-    def __init__(self, config: DrafterConfig, shape: LayerShape, *, broadcast: bool) -> None:
-        """`broadcast`: all entries of a block get condition and token, not only the first."""
+    def __init__(self, config: DrafterConfig, shape: LayerShape) -> None:
         super().__init__()
         hidden, epsilon = config.hidden_size, shape.epsilon
         self.condition_proj = nn.Linear(config.features_size, hidden, bias=False)
@@ -123,7 +122,7 @@ class FusedInput(Input):
         self.query_norm = nn.RMSNorm(hidden, eps=epsilon)
         self.fuse = nn.Linear(3 * hidden, hidden, bias=False)
         self.feature_norms = feature_norms(config, epsilon)
-        self._broadcast = broadcast
+        self._broadcast = config.described["broadcast"]  # all entries get condition and token, not only the first
 
     def blocks(self, context: Tensor, embedded: Tensor, entries: slice) -> Tensor:
         queries = self.query_norm(self.position_queries[entries])  # [entries, hidden]
@@ -162,10 +161,8 @@ _QUERY_SPREAD = 0.3
 class FusedStructure(Structure):
     """Structure of a network whose input layer is `FusedInput`."""
 
-    broadcast = True
-
     def input_layer(self) -> Input:
-        return FusedInput(self.config, self.shape, broadcast=self.broadcast)
+        return FusedInput(self.config, self.shape)
 
     def served_input(self, planner: WeightPlanner) -> ServedInput:
         hidden, epsilon = self.shape.hidden, self.shape.epsilon
@@ -178,7 +175,7 @@ class FusedStructure(Structure):
         # The queries' part of W_fuse [...] is the same in every block: it is computed once.
         added = linear(queries.float(), fuse[:, 2 * hidden :].float())
         added = planner.tensor(added.to(fuse.dtype))  # [block, hidden]
-        return ServedFusedInput(condition_norm, token_norm, known, added, self.broadcast)
+        return ServedFusedInput(condition_norm, token_norm, known, added, self.config.described["broadcast"])
 
 
 class BlockStructure(FusedStructure):
@@ -186,10 +183,6 @@ class BlockStructure(FusedStructure):
 
     serving = BlockForward
     training = TrainingForward
-
-    def __init__(self, config: SpecBlockConfig) -> None:
-        super().__init__(config)
-        self.broadcast = config.broadcast
 
 
 # Published form: files of the paper's authors.

@@ -114,7 +114,6 @@ class ConditionedStructure(FusedStructure):
 
     serving = ConditionedForward
     training = ConditionedTraining
-    broadcast = False
 
     def path_head(self) -> nn.Module | None:
         return PathHead(self.config.hidden_size, self.shape.epsilon)
