@@ -29,6 +29,7 @@ class RowPlaces:
     groups: tuple[KVRows, ...]  # one for all layers, or one for layers without a window and one for those with one
     per_layer: Tensor | None = None  # [layers, rows, width], the rows' embeddings for each layer
     states: StateRows | None = None  # of recurrent layers
+    beside: Tensor | None = None  # [rows, width], what a drafter's first layer reads beside the hidden states
 
     def of(self, window: int | None) -> KVRows:
         """Return the group of layers with this window."""

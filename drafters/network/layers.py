@@ -57,19 +57,9 @@ class LayerShape:
         return LayerShape(*sizes, spec, model.epsilon, rotary, experts)
 
     @property
-    def query_heads(self) -> int:
-        """Number of query heads."""
-        return self.spec.attention.query_heads
-
-    @property
-    def kv_heads(self) -> int:
-        """Number of heads of keys and values."""
-        return self.spec.attention.kv_heads
-
-    @property
-    def head_dim(self) -> int:
-        """Width of a head."""
-        return self.spec.attention.dim
+    def attention(self) -> AttentionSpec:
+        """The attention of every layer."""
+        return self.spec.attention
 
 
 class Norm(nn.RMSNorm):
@@ -89,13 +79,14 @@ class SelfAttention(nn.Module):
         super().__init__()
         joined, output, _ = shape.spec.biases
         reads = extra + shape.hidden
-        wide, narrow = shape.query_heads * shape.head_dim, shape.kv_heads * shape.head_dim
-        self._gated = shape.spec.attention.gated
+        own = shape.attention
+        wide, narrow = own.query_heads * own.dim, own.kv_heads * own.dim
+        self._gated = own.gated
         self.q_proj = nn.Linear(reads, 2 * wide if self._gated else wide, bias=joined)
         self.k_proj = nn.Linear(reads, narrow, bias=joined)
         self.v_proj = nn.Linear(reads, narrow, bias=joined)
         self.o_proj = nn.Linear(wide, shape.hidden, bias=output)
-        dim, span = shape.head_dim, shape.spec.attention.norms
+        dim, span = own.dim, own.norms
         self.q_norm = Norm(dim if span == "head" else wide, shape.epsilon) if span else nn.Identity()
         self.k_norm = Norm(dim if span == "head" else narrow, shape.epsilon) if span else nn.Identity()
         self._dim = dim

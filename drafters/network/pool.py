@@ -38,7 +38,8 @@ class EntryPool:
         scratch = torch.arange(sequences * live, device=network.device).view(sequences, live)
         self.scratch_places = num_slots * self.entries + scratch  # [sequences, live]
         places = num_slots * self.entries + sequences * live
-        shape = (network.config.num_layers, 2, places, network.shape.kv_heads, network.shape.head_dim)
+        attention = network.shape.attention
+        shape = (network.config.num_layers, 2, places, attention.kv_heads, attention.dim)
         self.storage = pool_memory(shape, network.dtype, network.device)
         held = HeldSlots(num_slots, network.device)
         self.forget, self.forget_all, self.hold, self.holds = held.forget, held.forget_all, held.hold, held.holds

@@ -2,6 +2,7 @@
 Legend: rows = entries of all sequences of a forward, hidden, taps, block = K, draft_vocab, width as in `model.py`."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -14,9 +15,9 @@ from drafters.network.layers import LayerShape
 from drafters.network.model import FEATURE_SCALE, RANK_EPSILON
 from drafters.network.structure import ServedFusedInput, ServedNorm, Structure, WeightPlanner
 from kernels import ops
-from kernels.decoder_layer import RowPlaces
+from kernels.decoder_layer import DecoderLayer, RowPlaces
 from kernels.lattice import TOP, BlockNetwork
-from kernels.layers import RunLayers
+from kernels.layers import RunLayers, plan_layers
 
 
 class _Condition:
@@ -66,7 +67,7 @@ class _Planned:
         self.blocks = structure.served_input(planner)
         self.layers = structure.served_layers(planner)
         self.injected = structure.injected_into(self.layers, planner)
-        self._plan_layers = structure.layer_planner(planner.ops)
+        self._ops = planner.ops
         self._runs: tuple[Tensor | None, list[RunLayers]] = None, []  # the pool, and the layers planned for it
         self.shifts = [
             planner.product(weights[f"shift_proj.{number}.weight"]) for number in range(config.traits.shifts)
@@ -101,8 +102,9 @@ class _Planned:
     def runs(self, pool: Tensor) -> list[RunLayers]:
         """Return one callable per layer, planned for this pool. # pool as `EntryPool.storage`"""
         if self._runs[0] is not pool:
-            runs = [self._plan_layers([layer], [own]) for layer, own in zip(self.layers, pool, strict=True)]
-            self._runs = pool, runs
+            kinds = (self._ops.plan_layers if isinstance(layer, DecoderLayer) else plan_layers for layer in self.layers)
+            planned = zip(kinds, self.layers, pool, strict=True)
+            self._runs = pool, [plan([layer], [own]) for plan, layer, own in planned]
         return self._runs[1]
 
 
@@ -180,13 +182,13 @@ class ServingNetwork:
         """Run the layers: write keys and values to the pool, and return the states after the output norm.
         # hidden [rows, width], overwritten; previous [rows] int64, row of the previous entry of the block, or its own
         for the first; pool as `EntryPool.storage` -> [rows, width]"""
-        hidden, delta = self._before_last(hidden, previous, places, pool)
+        hidden, delta, places = self._before_last(hidden, previous, places, pool)
         return self._planned.output(hidden, self._planned.runs(pool)[-1](hidden, delta, places))
 
     def store(self, hidden: Tensor, previous: Tensor, places: RowPlaces, pool: Tensor) -> None:
         """Write keys and values as `states` does, without computing the last layer's output.
         # hidden [rows, width], previous [rows]"""
-        hidden, delta = self._before_last(hidden, previous, places, pool)
+        hidden, delta, places = self._before_last(hidden, previous, places, pool)
         self._planned.layers[-1].store(hidden, delta, places, pool[-1])
 
     def inject(self, context: Tensor, places: RowPlaces, pool: Tensor) -> None:
@@ -202,15 +204,18 @@ class ServingNetwork:
 
     def _before_last(
         self, hidden: Tensor, previous: Tensor, places: RowPlaces, pool: Tensor
-    ) -> tuple[Tensor, Tensor | None]:
-        """Return the last layer's input and the residual update to add to it. # hidden [rows, width]"""
-        delta, shifts = None, self._planned.shifts
+    ) -> tuple[Tensor, Tensor | None, RowPlaces]:
+        """Return the last layer's input, the residual update to add to it, and `places` with the columns of `hidden`
+        beyond the states. # hidden [rows, width] -> both [rows, hidden]"""
+        delta, shifts, width = None, self._planned.shifts, self.config.hidden_size
+        if hidden.shape[1] > width:
+            hidden, places = hidden[:, :width].contiguous(), replace(places, beside=hidden[:, width:])
         for number, run in enumerate(self._planned.runs(pool)[:-1]):
             delta = run(hidden, delta, places)
             if shifts:
                 whole = hidden + delta
                 hidden, delta = shifts[number](torch.cat([whole, whole.index_select(0, previous)], dim=-1)), None
-        return hidden, delta
+        return hidden, delta, places
 
     def head(self, states: Tensor) -> Tensor:
         """Return the logits of the draft head. # states [..., hidden] -> [..., draft_vocab]"""

@@ -165,9 +165,9 @@ class BlockForward:
             node_depths=nodes.depths,
             ancestors=nodes.ancestors,
         )
-        shape = network.shape
+        attention = network.shape.attention
         plan = network.ops.plan_attention(
-            rows, self._state.table, query_heads=shape.query_heads, kv_heads=shape.kv_heads
+            rows, self._state.table, query_heads=attention.query_heads, kv_heads=attention.kv_heads
         )
         own = slots.flatten().contiguous()  # a view if each sequence has one row
         return RowPlaces({"": self.rotary(positions.flatten())}, (KVRows(own, plan),))

@@ -14,15 +14,15 @@ from drafters.network.config import DrafterConfig
 from drafters.network.layers import DrafterDecoder, Input, LayerShape
 from kernels.decoder_layer import DecoderLayer, RowPlaces
 from kernels.experts import Experts
-from kernels.layers import Product, RunLayers
+from kernels.layers import Product
 from kernels.ops import Ops
 
 ServedInput = Callable[[Tensor, Tensor], Tensor]
 """Serving form of `Input.blocks`, for all entries: context and embedded [rows, hidden] -> [rows, block, width]."""
 
 ServedOutput = Callable[[Tensor, Tensor | None], Tensor]
-"""Serving form of the output norm: the last layer's input [rows, width] and its residual update [rows, hidden] ->
-states [rows, width]."""
+"""Serving form of the output norm: the last layer's input and its residual update, both [rows, hidden] -> states
+[rows, width]."""
 
 PathHeadOp = Callable[[Tensor, Tensor], Tensor]
 """Conditions states on the token before their position: states, embedded [..., hidden] -> [..., hidden]."""
@@ -32,11 +32,10 @@ class ServedLayer(Protocol):
     """Serving form of a decoder layer."""
 
     def __call__(self, hidden: Tensor, delta: Tensor | None, places: RowPlaces, pool: Tensor, /) -> Tensor:
-        """Run the layer on hidden + delta, and return its residual update. # hidden [rows, width], delta [rows, hidden]
-        -> [rows, hidden]"""
+        """Run the layer on hidden + delta, and return its residual update. # both [rows, hidden] -> [rows, hidden]"""
 
     def store(self, hidden: Tensor, delta: Tensor | None, places: RowPlaces, pool: Tensor, /) -> Tensor:
-        """Write the rows' keys and values to the pool, and compute nothing further. # hidden [rows, width]"""
+        """Write the rows' keys and values to the pool, and compute nothing further. # hidden [rows, hidden]"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,10 +159,6 @@ class Structure(ABC):
     def injected_into(self, layers: Sequence[ServedLayer], planner: WeightPlanner) -> Sequence[ServedLayer]:
         """Return the layers that store the keys and values of conditions, by default `layers`."""
         return layers
-
-    def layer_planner(self, ops: Ops) -> Callable[[Sequence[ServedLayer], Sequence[Tensor]], RunLayers]:
-        """Return the function that plans a run of layers on their pools, [2, places, kv_heads, dim] each."""
-        return ops.plan_layers
 
     def served_output(self, planner: WeightPlanner) -> ServedOutput:
         """Build the serving form of the output norm."""

@@ -3,9 +3,9 @@
 The first layer's attention reads the token's embedding, concatenated with the state. Further blocks continue from the
 state before the output norm. EAGLE-3.1 norms each tapped feature and continues from the normed state. Files of
 speculators may have several layers.
-Legend: rows, hidden; pair = [token or normed state; state], [rows, 2 * hidden]."""
+Legend: rows, hidden."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -22,8 +22,6 @@ from drafters.network.structure import ServedInput, ServedLayer, Structure, Weig
 from drafters.training.forward import TrainingForward
 from drafters.training.initialise import InputSums
 from kernels.decoder_layer import DecoderLayer, RowPlaces
-from kernels.layers import RunLayers, plan_layers
-from kernels.ops import Ops
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,48 +79,23 @@ class TokenAndState(Input):
 
 @dataclass(frozen=True, slots=True)
 class TokenAndStateLayer:
-    """The first layer while serving. Its attention reads [token; normed state]; it returns the whole state, not a
-    residual update."""
+    """The first layer while serving, whose attention reads [token; normed state]."""
 
     layer: DecoderLayer
     normed_residual: bool
 
-    def __call__(self, pair: Tensor, delta: Tensor | None, places: RowPlaces, pool: Tensor) -> Tensor:
-        """Run the layer, and return the new state.
-        # pair [rows, 2 * hidden] -> [rows, hidden]"""
-        normed, state = self._normed(pair), _state(pair)
-        residual = normed.clone() if self.normed_residual else state
-        query = self._keep(pair, normed, places, pool)
-        return residual + self.layer.rest(query, residual, places, pool)
+    def __call__(self, hidden: Tensor, delta: Tensor | None, places: RowPlaces, pool: Tensor) -> Tensor:
+        """Run the layer; see `ServedLayer`. # hidden [rows, hidden] -> like hidden"""
+        query = self.store(hidden, delta, places, pool)
+        return self.layer.rest(query, hidden, places, pool)
 
-    def store(self, pair: Tensor, delta: Tensor | None, places: RowPlaces, pool: Tensor) -> Tensor:
-        """Write keys and values to the pool and return the queries. # pair [rows, 2 * hidden] -> [rows, heads, dim]"""
-        return self._keep(pair, self._normed(pair), places, pool)
-
-    def _normed(self, pair: Tensor) -> Tensor:
-        """# pair [rows, 2 * hidden] -> [rows, hidden]"""
-        return self.layer.add_norm(_state(pair), None, self.layer.norms.attention_input)
-
-    def _keep(self, pair: Tensor, normed: Tensor, places: RowPlaces, pool: Tensor) -> Tensor:
-        """# pair [rows, 2 * hidden], normed [rows, hidden] -> queries [rows, heads, dim]"""
-        return self.layer.attention.keep(torch.cat([pair[:, normed.shape[1] :], normed], dim=-1), places, pool)
-
-
-@dataclass(frozen=True, slots=True)
-class StateLayer:
-    """A further layer while serving, which gets and returns the whole state instead of a residual update."""
-
-    layer: DecoderLayer
-
-    def __call__(self, pair: Tensor, state: Tensor | None, places: RowPlaces, pool: Tensor) -> Tensor:
-        """Run the layer. # state [rows, hidden] -> like state"""
-        assert state is not None, "a layer comes before"
-        return state + self.layer(state, None, places, pool)
-
-    def store(self, pair: Tensor, state: Tensor | None, places: RowPlaces, pool: Tensor) -> Tensor:
-        """Write keys and values to the pool and return the queries. # state [rows, hidden] -> [rows, heads, dim]"""
-        assert state is not None, "a layer comes before"
-        return self.layer.store(state, None, places, pool)
+    def store(self, hidden: Tensor, delta: Tensor | None, places: RowPlaces, pool: Tensor) -> Tensor:
+        """Write keys and values to the pool and return the queries. # hidden [rows, hidden] -> [rows, heads, dim]"""
+        assert places.beside is not None, "the tokens are beside the states"
+        normed = self.layer.add_norm(hidden, delta, self.layer.norms.attention_input)
+        if self.normed_residual:
+            hidden.copy_(normed)
+        return self.layer.attention.keep(torch.cat([places.beside, normed], dim=-1), places, pool)
 
 
 class Eagle3(Structure):
@@ -152,26 +125,9 @@ class Eagle3(Structure):
         return blocks
 
     def served_layers(self, planner: WeightPlanner) -> Sequence[ServedLayer]:
-        first, *others = [layer for layer in super().served_layers(planner) if isinstance(layer, DecoderLayer)]
-        return [TokenAndStateLayer(first, self._normed_residual), *map(StateLayer, others)]
-
-    def layer_planner(self, ops: Ops) -> Callable[[Sequence[ServedLayer], Sequence[Tensor]], RunLayers]:
-        """Return a planner that runs layers one by one, on pools [2, places, kv_heads, dim]."""
-        return plan_layers
-
-    def served_output(self, planner: WeightPlanner) -> Callable[[Tensor, Tensor | None], Tensor]:
-        end = super().served_output(planner)
-
-        def of_state(pair: Tensor, state: Tensor | None) -> Tensor:
-            assert state is not None, "there is a layer"
-            return end(state, None)
-
-        return of_state
-
-
-def _state(pair: Tensor) -> Tensor:
-    """# pair [rows, 2 * hidden] -> [rows, hidden]"""
-    return pair[:, : pair.shape[1] // 2].contiguous()
+        first, *others = super().served_layers(planner)
+        assert isinstance(first, DecoderLayer), "the layers of other kinds"
+        return [TokenAndStateLayer(first, self._normed_residual), *others]
 
 
 # Published forms: of EAGLE and SpecForge (`midlayer`, norms of EAGLE-3.1), and of speculators (`layers.N`, nested

@@ -239,7 +239,8 @@ def entry_bytes(network: ServingNetwork | None) -> int:
 
 def _kept_bytes(network: ServingNetwork) -> int:
     """Bytes of the keys and values of one entry of the drafter."""
-    return network.config.num_layers * 2 * network.shape.kv_heads * network.shape.head_dim * network.dtype.itemsize
+    attention = network.shape.attention
+    return network.config.num_layers * 2 * attention.kv_heads * attention.dim * network.dtype.itemsize
 
 
 def training_bytes(num_weights: int, serving_bytes: int) -> int:

@@ -63,6 +63,6 @@ def test_a_scaling_by_the_length_of_the_text_is_refused() -> None:
 def test_sizes_are_read_as_transformers_reads_them(family: str) -> None:
     config = AutoConfig.for_model(family, **SIZES)
     shape, heads = LayerShape.of(config.to_dict()), (config.num_attention_heads, config.num_key_value_heads)
-    assert (shape.query_heads, shape.kv_heads) == heads
-    assert shape.head_dim == getattr(config, "head_dim", 64)
+    assert (shape.attention.query_heads, shape.attention.kv_heads) == heads
+    assert shape.attention.dim == getattr(config, "head_dim", 64)
     assert shape.epsilon == config.rms_norm_eps
