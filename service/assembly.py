@@ -39,7 +39,7 @@ from service.engine.checks import VERIFIED, longrope_factors
 from service.engine.costs import Costs
 from service.engine.ends import names_of_ends
 from service.engine.engine import Engine, EngineLimits, Vocabulary
-from service.engine.measuring import MeasuredFor, Numerics, check, costs_at_start
+from service.engine.measuring import Numerics, check, costs_at_start
 from service.engine.memory_planner import KVRoom, MemoryPlan, memory_for, room_for
 from service.engine.target import Target
 from service.engine.weights import LoadedModel, describe, load_model
@@ -283,7 +283,7 @@ def _costs(assembly: Assembly) -> Costs:
             assembly.target,
             lambda: assembly.drafter(weights=weights),
             assembly.limits,
-            MeasuredFor(f"{loaded.fingerprint} {loaded.dtype_name}", drafter, __version__),
+            {"model": f"{loaded.fingerprint} {loaded.dtype_name}", "drafter": drafter, "version": __version__},
             folder=assembly.config.state_dir / "costs",
             progress=lambda done, total: advance(done / total, f"{done} of {total}"),
         )

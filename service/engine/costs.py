@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from functools import lru_cache
 from itertools import product
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -25,7 +25,6 @@ from drafters.files import replace_file
 logger = logging.getLogger(__name__)
 
 FloatArray = npt.NDArray[np.float64]
-Value = TypeVar("Value", float, FloatArray)
 CostKey = Mapping[str, str | int]
 """Cache key of measured seconds: the model, machine and settings that they depend on."""
 
@@ -48,14 +47,15 @@ class CostTable:
         """Interpolate the seconds at the row points for this context length and batch. # -> [row points]"""
         # Made monotonic, because a curve extended beyond the last point could fall, even below zero.
         by_context = _by_context(self, sequences)
-        raised: FloatArray = np.maximum.accumulate(_between(self.contexts, context, by_context))
+        raised: FloatArray = np.maximum.accumulate(_shares(self.contexts, context) @ by_context)
         return raised
 
 
 @lru_cache(maxsize=16)
 def _by_context(table: CostTable, sequences: int) -> FloatArray:
     """Interpolate the seconds for this batch, which rise with the context. # -> [context points, row points]"""
-    by_context: FloatArray = np.maximum.accumulate(_between(table.sequences, sequences, table.seconds))
+    shares = _shares(table.sequences, sequences)
+    by_context: FloatArray = np.maximum.accumulate(np.tensordot(shares, table.seconds, 1))
     return by_context
 
 
@@ -78,21 +78,16 @@ def along(points: FloatArray, curve: FloatArray, values: FloatArray) -> FloatArr
     return inside + slope * beyond
 
 
-def _between(points: FloatArray, value: float, values: FloatArray) -> FloatArray:
-    """Interpolate values along their first axis. # values [points, ...] -> [...]"""
-    if points.shape[0] == 1:
-        only: FloatArray = values[0]
-        return only
-    above, share = _place(points, value)
-    between: FloatArray = values[above - 1] * (1 - share) + values[above] * share
-    return between
-
-
-def _place(points: FloatArray, value: float) -> tuple[int, float]:
-    """Index of the point after `value`, and the fraction of the interval before it that lies below `value`; the
-    fraction is above 1 beyond the last point."""
+def _shares(points: FloatArray, value: float) -> FloatArray:
+    """Shares of the values at the points in the one at `value`: interpolated between two, extended beyond the last.
+    # -> [points]"""
+    if len(points) == 1:
+        return np.ones(1)
+    shares = np.zeros_like(points)
     above = min(max(bisect_left(points, value), 1), len(points) - 1)
-    return above, max(0.0, float((value - points[above - 1]) / (points[above] - points[above - 1])))
+    share = max(0.0, float((value - points[above - 1]) / (points[above] - points[above - 1])))
+    shares[above - 1 : above + 1] = 1.0 - share, share
+    return shares
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,6 +128,28 @@ class Costs:
             rate = batch / (self.drafts.draft_seconds(int(batch)) + first)
             found += ((np.array(seconds) - first) / (rows - batch) * rate / 2).tolist()  # planned transfer: numpy
         return min(found, default=0.0)
+
+    @staticmethod
+    def read(folder: Path, key: CostKey) -> "Costs | None":
+        """Load the costs saved for this key. Returns None if there is no file, and None with a warning if the file is
+        damaged or has another key."""
+        file = cost_file(folder, key)
+        try:
+            content = json.loads(file.read_text())
+            if content["key"] != key:
+                raise ValueError("the file has another key")
+            verify = CostTable(**_axes(content["verify"], "sequences", "contexts", "rows"))
+            return Costs(verify, DraftCosts(**_axes(content["drafts"], "batches")))
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            logger.warning("cannot read the measured costs in %s (%s); measuring again", file, error)
+            return None
+
+    def write(self, folder: Path, key: CostKey) -> None:
+        """Save the costs. If the folder cannot be written, a warning is logged and the next start measures again."""
+        lists = {"verify": _as_lists(self.verify), "drafts": _as_lists(self.drafts)}
+        write_whole(cost_file(folder, key), {"key": key, **lists})
 
 
 _MEASURABLE = 4  # rows whose seconds stand out from the noise of a measurement
@@ -222,8 +239,8 @@ class _CurveCorrection:
         """Update the curve by an error `surprise` of a prediction's logarithm. Returns the certainty of the curve at
         `rows` before the update, from 0 (prior) to 1."""
         near = _near(rows)
-        shared = near.prior - near.mean(self._learnt[near.point], self._learnt[near.point + 1])
-        variance = near.mean(float(shared[near.point]), float(shared[near.point + 1]))
+        shared = near.prior - near.shares @ self._learnt
+        variance = float(near.shares @ shared)
         gain = shared * (1.0 / (variance + _NOISE**2))
         self._learnt += np.multiply.outer(gain, shared)
         self._learnt *= 1.0 - _FORGETTING
@@ -235,24 +252,17 @@ class _CurveCorrection:
 class _Near(NamedTuple):
     """Position of a number of rows between two points, with its prior covariance."""
 
-    point: int  # index of the point before it
-    share: float  # fraction of the interval to the next point, 0 to 1
+    shares: FloatArray  # [points] see `_shares`
     prior: FloatArray  # [points] prior covariance with this number of rows
     variance: float  # prior variance at this number of rows
-
-    def mean(self, before: Value, after: Value) -> Value:
-        """Interpolate between the values at the two points."""
-        return before * (1.0 - self.share) + after * self.share
 
 
 @lru_cache(maxsize=4096)
 def _near(rows: int) -> _Near:
     place = min(math.log2(max(rows, 1)), float(_POINTS[-1]))  # more rows count as the last point
-    above, share = _place(_POINTS, place)
-    weights = np.zeros_like(_POINTS)
-    weights[above - 1 : above + 1] = 1.0 - share, share
-    prior = _PRIOR @ weights
-    return _Near(above - 1, share, prior, float(weights @ prior))
+    shares = _shares(_POINTS, place)
+    prior = _PRIOR @ shares
+    return _Near(shares, prior, float(shares @ prior))
 
 
 _DRAFT_RATE = 0.1  # rate of the moving averages
@@ -286,29 +296,6 @@ def cost_file(folder: Path, key: CostKey, what: str = "costs") -> Path:
     the same key."""
     text = json.dumps(key, sort_keys=True)
     return folder / f"{what}-{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
-
-
-def read_costs(folder: Path, key: CostKey) -> Costs | None:
-    """Load the costs saved for this key. Returns None if there is no file, and None with a warning if the file is
-    damaged or has another key."""
-    file = cost_file(folder, key)
-    try:
-        content = json.loads(file.read_text())
-        if content["key"] != key:
-            raise ValueError("the file has another key")
-        verify = CostTable(**_axes(content["verify"], "sequences", "contexts", "rows"))
-        return Costs(verify, DraftCosts(**_axes(content["drafts"], "batches")))
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        logger.warning("cannot read the measured costs in %s (%s); measuring again", file, error)
-        return None
-
-
-def write_costs(folder: Path, key: CostKey, costs: Costs) -> None:
-    """Save the costs. If the folder cannot be written, a warning is logged and the next start measures again."""
-    lists = {"verify": _as_lists(costs.verify), "drafts": _as_lists(costs.drafts)}
-    write_whole(cost_file(folder, key), {"key": key, **lists})
 
 
 def _as_lists(table: CostTable | DraftCosts) -> dict[str, list[Any]]:

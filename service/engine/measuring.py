@@ -25,18 +25,7 @@ from kernels.cpu import library
 from kernels.cpu.library import threads_in_use
 from kernels.rows import ExtendRows, ForwardRows
 from service.engine.captured import ROWS as CAPTURED_ROWS
-from service.engine.costs import (
-    CostKey,
-    Costs,
-    CostTable,
-    DraftCosts,
-    FloatArray,
-    along,
-    cost_file,
-    read_costs,
-    rising,
-    write_costs,
-)
+from service.engine.costs import CostKey, Costs, CostTable, DraftCosts, FloatArray, along, cost_file, rising
 from service.engine.engine import EngineLimits
 from service.engine.kv_pool import PASSED_AT_ONCE
 from service.engine.rows import RowLayout
@@ -130,16 +119,12 @@ class Trial:
         return placed
 
 
-def check(target: Target) -> Numerics:
+def check(target: Target, *, context: int | None = None, steps: int = _CHECKED_STEPS) -> Numerics:
     """Check with random tokens whether the result of a row is independent of the other rows of its forward ("exact").
-    If it is not ("tolerant"), the text may differ between runs in rare near-ties, as it does in other servers."""
-    return "exact" if rows_are_independent(target) else "tolerant"
+    If it is not ("tolerant"), the text may differ between runs in rare near-ties, as it does in other servers.
 
-
-def rows_are_independent(target: Target, *, context: int | None = None, steps: int = _CHECKED_STEPS) -> bool:
-    """Whether two ways to compute the same logits agree bit for bit: plain decoding of one sequence, and trees of two
+    Two ways to compute the same logits must agree bit for bit: plain decoding of one sequence, and trees of two
     sequences in one forward, whose prompts were computed in other chunks.
-
     `context`: length of the prompt; the default is reduced if three such prompts do not fit into the pool.
     """
     context = context or min(_CHECKED_CONTEXT, target.pool.longest(3, steps + 2 * (steps + _BRANCHES)))
@@ -150,7 +135,8 @@ def rows_are_independent(target: Target, *, context: int | None = None, steps: i
     for row, chunk in ((1, 7), (2, 33)):
         trial.prefill(row, tokens[:context], chunk=chunk)
     together = _verified_paths(trial, tokens, context, steps)
-    return all(torch.equal(a, b) for pair in together for a, b in zip(alone, pair, strict=True))
+    agree = all(torch.equal(a, b) for pair in together for a, b in zip(alone, pair, strict=True))
+    return "exact" if agree else "tolerant"
 
 
 def _verified_paths(trial: Trial, tokens: Sequence[int], context: int, steps: int) -> list[list[Tensor]]:
@@ -178,19 +164,11 @@ def _tree_around(path: Sequence[int], trial: Trial) -> tuple[DraftTree, Tensor]:
     return DraftTree.of(tokens[None], parents[None]).to(device), places.to(device)
 
 
-class MeasuredFor(NamedTuple):
-    """Identifies what costs are measured for: the model's weights and their type, the drafter, the server's version."""
-
-    model: str
-    drafter: str
-    version: str
-
-
 def costs_at_start(
     target: Target,
     make_drafter: Callable[[], Drafter],
     limits: EngineLimits,
-    measured_for: MeasuredFor,
+    measured_for: Mapping[str, str],
     *,
     folder: Path,
     progress: Progress = lambda done, total: None,
@@ -198,20 +176,20 @@ def costs_at_start(
     """Load the costs of verifying and drafting from `folder`, or measure and save them if there are none for the same
     key, or if steps have become clearly faster.
 
-    `make_drafter`: builds a drafter for the measurement only.
+    `make_drafter`: builds a drafter for the measurement only; `measured_for`: entries of the key that name the model's
+    weights and their type, the drafter and the server's version.
     """
     key: CostKey = {
-        "machine": this_machine(),
+        "machine": f"{processor_name()} {library.variant()} x {os.cpu_count()}",
         "device": torch.cuda.get_device_name(target.device) if target.device.type == "cuda" else "cpu",
-        "model": measured_for.model,
-        "drafter": measured_for.drafter,
+        **measured_for,
         "threads": threads_in_use(),
         "sizes": f"{SEQUENCES} {CONTEXTS} {row_points(target)} {limits.max_sequences} {limits.max_model_len} "
         f"{limits.max_budget} {target.pool.num_slots}",
-        "version": f"{measured_for.version} {torch.__version__}",
+        "torch": torch.__version__,
         "format": _FORMAT,
     }
-    costs = read_costs(folder, key)
+    costs = Costs.read(folder, key)
     if costs is not None and _is_faster_now(target, costs):
         logger.warning("steps are faster than the measured costs in %s; measuring again", cost_file(folder, key))
         costs = None
@@ -221,7 +199,7 @@ def costs_at_start(
         verify = measure_costs(target, limits, progress=progress)
         drafts = measure_drafts(make_drafter(), target, batches=sequence_points(limits.max_sequences))
         costs = Costs(verify, drafts)
-        write_costs(folder, key, costs)
+        costs.write(folder, key)
     return replace(costs, gains_file=cost_file(folder, key, "gains"))
 
 
@@ -386,11 +364,6 @@ def _draft_seconds(drafter: Drafter, batch: int, device: torch.device) -> float:
         drafter.grow(rows, noise).survival.sum().item()  # planned transfer: waits for the device, before serving
 
     return _best_seconds(grow)
-
-
-def this_machine() -> str:
-    """Describe this machine: processor, instruction set of the kernels, and number of cores."""
-    return f"{processor_name()} {library.variant()} x {os.cpu_count()}"
 
 
 def processor_name() -> str:

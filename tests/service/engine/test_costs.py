@@ -12,21 +12,9 @@ import pytest
 from drafters.memory.drafter import MemoryDrafter
 from drafters.protocol import Drafter, DraftingSizes
 from service.engine import measuring
-from service.engine.costs import (
-    FREE,
-    CostKey,
-    Costs,
-    CostTable,
-    DraftCosts,
-    OnlineCosts,
-    OnlineDraftCosts,
-    cost_file,
-    read_costs,
-    write_costs,
-)
+from service.engine.costs import FREE, CostKey, Costs, CostTable, DraftCosts, OnlineCosts, OnlineDraftCosts, cost_file
 from service.engine.engine import EngineLimits
 from service.engine.measuring import (
-    MeasuredFor,
     Point,
     costs_at_start,
     dummy_texts,
@@ -322,7 +310,7 @@ def costs_of(folder: Path, progress: list[tuple[int, int]], drafter: str = "memo
         tiny_target(loaded_tiny("llama"), 700),
         memory,
         LIMITS,
-        MeasuredFor("tiny", drafter, "0"),
+        {"model": "tiny", "drafter": drafter, "version": "0"},
         folder=folder,
         progress=lambda done, total: progress.append((done, total)),
     )
@@ -361,8 +349,8 @@ def test_measuring_drafts_fills_every_batch() -> None:
 
 def test_what_was_measured_is_read_again_to_the_bit(tmp_path: Path) -> None:
     folder = tmp_path / "new"
-    write_costs(folder, KEY, COSTS)
-    again = read_costs(folder, KEY)
+    COSTS.write(folder, KEY)
+    again = Costs.read(folder, KEY)
     assert again is not None
     for name in ("sequences", "contexts", "rows", "seconds"):
         assert np.array_equal(getattr(again.verify, name), getattr(COSTS.verify, name))
@@ -372,22 +360,22 @@ def test_what_was_measured_is_read_again_to_the_bit(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", KEY)
 def test_any_other_key_is_measured_by_itself(tmp_path: Path, name: str) -> None:
-    write_costs(tmp_path, KEY, COSTS)
-    assert read_costs(tmp_path, {**KEY, name: "other"}) is None
+    COSTS.write(tmp_path, KEY)
+    assert Costs.read(tmp_path, {**KEY, name: "other"}) is None
 
 
 def test_a_file_under_the_wrong_name_is_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     other = {**KEY, "threads": 2}
-    write_costs(tmp_path, other, COSTS)
+    COSTS.write(tmp_path, other)
     cost_file(tmp_path, other).rename(cost_file(tmp_path, KEY))
-    assert read_costs(tmp_path, KEY) is None
+    assert Costs.read(tmp_path, KEY) is None
     assert "the file has another key" in caplog.text
 
 
 @pytest.mark.parametrize("damage", ["cut", "empty", "shape", "nan"])
 def test_a_damaged_file_is_refused(tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture) -> None:
     file = cost_file(tmp_path, KEY)
-    write_costs(tmp_path, KEY, COSTS)
+    COSTS.write(tmp_path, KEY)
     text = file.read_text()
     file.write_text(
         {
@@ -397,16 +385,16 @@ def test_a_damaged_file_is_refused(tmp_path: Path, damage: str, caplog: pytest.L
             "nan": text.replace("0.5", "NaN"),
         }[damage]
     )
-    assert read_costs(tmp_path, KEY) is None
+    assert Costs.read(tmp_path, KEY) is None
     assert "cannot read the measured costs" in caplog.text
-    write_costs(tmp_path, KEY, COSTS)
-    assert read_costs(tmp_path, KEY) is not None
+    COSTS.write(tmp_path, KEY)
+    assert Costs.read(tmp_path, KEY) is not None
 
 
 def test_a_folder_that_cannot_be_written_is_no_reason_to_fail(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     blocked = tmp_path / "file"
     blocked.write_text("")
-    write_costs(blocked, KEY, COSTS)
+    COSTS.write(blocked, KEY)
     assert "cannot save measurements" in caplog.text
 
 

@@ -17,7 +17,7 @@ from service.engine.budget import FixedBudget
 from service.engine.captured import capture_forwards
 from service.engine.engine import Engine
 from service.engine.kv_pool import KVPool
-from service.engine.measuring import Point, dummy_texts, rows_are_independent, run_point
+from service.engine.measuring import Point, check, dummy_texts, run_point
 from service.engine.target import Target
 from service.engine.weights import LoadedModel
 from tests.drafters.network.parts import target_config, tiny_drafter
@@ -83,5 +83,5 @@ def test_the_text_is_the_same(loaded: LoadedModel, drafter: str, nodes: int, cap
 def test_what_is_checked_and_measured_at_start_is_made_there(loaded: LoadedModel) -> None:
     with claims():
         target = engine_elsewhere(loaded, "none", 2, captured=False).target
-        rows_are_independent(target, context=20, steps=3)  # of references it need not be true
+        check(target, context=20, steps=3)  # of references it need not be true
         run_point(dummy_texts(target, sequences=2, length=20), Point(2, 20, 7))
