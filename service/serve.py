@@ -29,7 +29,7 @@ from service.api.tenants import Tenants
 from service.api_keys import digest_in
 from service.assembly import Assembly, assemble
 from service.config import ServiceConfig
-from service.engine.budget import REASONS, keep_gains, restore_gains
+from service.engine.budget import REASONS, CostBudget, keep_gains, restore_gains
 from service.engine.engine import EngineOutput
 from service.engine.requests import GenerationRequest, SamplingParams, Scope
 from service.engine.stats import LoadStats
@@ -175,9 +175,10 @@ def load_model_service(config: ServiceConfig, metrics: Metrics, live: Live) -> S
     engine = assembly.engine() if adaptive is None else adaptive.engine
     metrics.credit(engine.drafter.sources)
     gains = None if assembly.costs is None else assembly.costs.gains_file
-    if gains is not None:
-        restore_gains(engine.policy, gains)
-    ended: list[Callable[[], None]] = [] if gains is None else [partial(keep_gains, engine.policy, gains)]
+    ended = list[Callable[[], None]]()
+    if gains is not None and isinstance(engine.policy, CostBudget):
+        restore_gains(engine.policy.gate, gains)
+        ended.append(partial(keep_gains, engine.policy.gate, gains))
     live.guard = engine.guard
     observers: Mapping[Part, Observe] = {"metrics": observed_by(metrics), "observers": observed_by(live)}
     thread = EngineThread(engine, observers, ended, num_threads=config.num_threads)

@@ -40,10 +40,9 @@ import json
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from torch import Tensor
@@ -166,35 +165,21 @@ class Budget(ABC):
     def on_weights_changed(self) -> None:  # noqa: B027  # a default, not a stub
         """Called after the drafter's weights were replaced."""
 
-    def state(self) -> Any:
-        """State for `restore` that can be serialized as JSON."""
-        return None
-
-    def restore(self, state: Any, age_seconds: float) -> None:  # noqa: B027  # a default, not a stub
-        """Continue from a state that `state` returned `age_seconds` ago. Raises ValueError, KeyError or TypeError for
-        an invalid state, without changing anything."""
-
 
 class FixedBudget(Budget):
-    """Budget with a configured number of nodes per tree, the same in every step or by number of decoding sequences."""
+    """Budget with a configured number of nodes per tree, the same in every step."""
 
-    def __init__(self, nodes: int | Mapping[int, int]) -> None:
-        """`nodes`: nodes per tree. In a mapping they apply from that number of decoding sequences on; it must have the
-        key 1."""
-        table = {1: nodes} if isinstance(nodes, int) else nodes
-        assert 1 in table, "the table has no entry for a single sequence"
-        self._nodes_from = sorted(table.items())
+    def __init__(self, nodes: int) -> None:
+        self._nodes = nodes
 
     def decide(self, load: StepLoad, *, starts: bool) -> DraftBudget:
-        nodes = [nodes for batch, nodes in self._nodes_from if batch <= max(1, load.num_decoding)][-1]
-        drafts = any(nodes for _, nodes in self._nodes_from)
-        chosen = {one for one in (*load.decoding, *load.prefilling) if drafts and one.may_draft}
+        chosen = {one for one in (*load.decoding, *load.prefilling) if self._nodes and one.may_draft}
         return DraftBudget(
             load=load.arranged(chosen),
             reason=load.obstacle or "fixed",
-            drafted=nodes > 0 and load.obstacle is None,
+            drafted=self._nodes > 0 and load.obstacle is None,
             followed=bool(chosen),
-            max_nodes=nodes,
+            max_nodes=self._nodes,
         )
 
 
@@ -261,12 +246,6 @@ class CostBudget(Budget):
 
     def outlook(self, load: StepLoad) -> DraftingOutlook:
         return self.gate.outlook((*load.decoding, *load.prefilling), load.num_sequences)
-
-    def state(self) -> Any:
-        return self.gate.decision.state()
-
-    def restore(self, state: Any, age_seconds: float) -> None:
-        self.gate.restore(state, age_seconds)
 
     def _reason(self, load: StepLoad) -> str:
         """Why the drafter runs or does not run, one of REASONS, if trees are possible."""
@@ -342,12 +321,12 @@ def _accepted_lengths(budget: DraftBudget, stats: StepStats) -> list[int]:
     return [next(accepted) if count else 0 for count in budget.num_nodes[: budget.load.num_decoding]]
 
 
-def restore_gains(policy: Budget, file: Path, now: float | None = None) -> None:
+def restore_gains(gate: DraftGate, file: Path, now: float | None = None) -> None:
     """Restore the gains saved by an earlier start of the server; the older they are, the less certain they become. A
     missing file is ignored, a damaged one is ignored with a warning."""
     try:
         content = json.loads(file.read_text())
-        policy.restore(content["state"], max(0.0, (now or time.time()) - float(content["saved"])))
+        gate.restore(content["state"], max(0.0, (now or time.time()) - float(content["saved"])))
         logger.info("restored the learnt gains of drafting from %s", file)
     except FileNotFoundError:
         return
@@ -355,6 +334,6 @@ def restore_gains(policy: Budget, file: Path, now: float | None = None) -> None:
         logger.warning("cannot read the gains of drafting in %s (%s); learning them anew", file, error)
 
 
-def keep_gains(policy: Budget, file: Path) -> None:
+def keep_gains(gate: DraftGate, file: Path) -> None:
     """Save the learnt gains of drafting for the next start of the server."""
-    write_whole(file, {"saved": time.time(), "state": policy.state()})
+    write_whole(file, {"saved": time.time(), "state": gate.decision.state()})

@@ -155,7 +155,7 @@ class DraftGate:
         )
 
     def restore(self, state: Any, age_seconds: float) -> None:
-        """Continue from a result of `state` that is `age_seconds` old; the older it is, the less certain it becomes.
+        """Continue from a state of `decision` that is `age_seconds` old; the older it is, the less certain it becomes.
         Raises the same errors as `StepDecision.restore`."""
         self.decision.restore(state, min(1.0, age_seconds / _DAY_SECONDS), self._single_step_seconds)
         self._suspended.clear()

@@ -144,8 +144,8 @@ def test_what_was_known_at_the_last_stop_is_known_at_the_start_less_sure_by_its_
     tmp_path: Path, age: float, sd: str
 ) -> None:
     before, after, file = known(), budget(), tmp_path / "gains.json"
-    keep_gains(before, file)
-    restore_gains(after, file, now=json.loads(file.read_text())["saved"] + age)
+    keep_gains(before.gate, file)
+    restore_gains(after.gate, file, now=json.loads(file.read_text())["saved"] + age)
     for kind in ("greedy", "warm"):
         old, new = before.gate.gain(2, kind), after.gate.gain(2, kind)
         assert new.mean == old.mean
@@ -167,7 +167,7 @@ def test_what_was_known_at_the_last_stop_is_known_at_the_start_less_sure_by_its_
 def test_a_file_that_is_damaged_is_left_out(tmp_path: Path, content: str, caplog: pytest.LogCaptureFixture) -> None:
     file, policy = tmp_path / "gains.json", budget()
     file.write_text(content)
-    restore_gains(policy, file)
+    restore_gains(policy.gate, file)
     assert "learning them anew" in caplog.text
     assert policy.gate.gain(2, "warm").mean == 0.0
 
@@ -176,7 +176,7 @@ def drafted_gains(file: Path, traffic: str, true_gain: float, seed: int) -> dict
     """One start of a server that answers four texts of a class, of 100 steps each: the gains of steps with drafts."""
     ledger, rng, text = RegretLedger(), random.Random(seed), SequenceGain(traffic)
     policy, gains = CostBudget(table([1.0, 100.0], [1.0, 2.0]), FREE, ledger), dict[int, float]()
-    restore_gains(policy, file)
+    restore_gains(policy.gate, file)
     for step in range(400):
         text = SequenceGain(traffic) if step % 100 == 0 else text
         if policy.gate.choose([text], starts=step % 100 == 0, step_seconds=1.0) == [True]:
@@ -186,7 +186,7 @@ def drafted_gains(file: Path, traffic: str, true_gain: float, seed: int) -> dict
         else:
             policy.gate.skip([text], 1)
         ledger.accrue(1.0)
-    keep_gains(policy, file)
+    keep_gains(policy.gate, file)
     return gains
 
 
@@ -205,8 +205,8 @@ def test_a_restart_does_not_try_again_what_lost_and_drafts_at_once_what_gained(t
 
 def test_where_nothing_was_kept_nothing_is_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     policy = budget()
-    restore_gains(policy, tmp_path / "gains.json")
-    assert (policy.state(), caplog.text) == (budget().state(), "")
+    restore_gains(policy.gate, tmp_path / "gains.json")
+    assert (policy.gate.decision.state(), caplog.text) == (budget().gate.decision.state(), "")
 
 
 def test_what_is_unsure_of_texts_that_do_not_draft_takes_no_baseline_from_those_that_do() -> None:
@@ -214,7 +214,7 @@ def test_what_is_unsure_of_texts_that_do_not_draft_takes_no_baseline_from_those_
     policy, size = budget(), 2  # of two or three sequences
     known = [["greedy", size, [0.5, 0.0064, 1.0, 100]], ["warm", size, [-0.1, 0.0064, 1.0, 100]]]
     plain = [[size, [1.0, 0.0025, 0.01, 100]]]
-    policy.restore({"gains": known, "plain": plain, "left": []}, 0.0)
+    policy.gate.restore({"gains": known, "plain": plain, "left": []}, 0.0)
     texts = SequenceGain("greedy"), SequenceGain("warm")
     assert not policy.gate.needs_plain_step(texts[:1], 2)
     assert policy.gate.needs_plain_step(texts, 2)
