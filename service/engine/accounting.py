@@ -115,7 +115,7 @@ class StepAccounting:
         accepted = [max(0, len(tokens_of(of_one)) - 1) for of_one in step.sent]
         self.guard.run(
             "charge",
-            lambda: charge(batch, clock.version, step.budget.num_nodes, accepted, clock.seconds()),
+            lambda: charge(batch, clock.version, step.budget.num_nodes, clock.seconds()),
             partial(leave_uncharged, batch),
         )
         last = [of_one[-1] for of_one in step.sent]
@@ -173,7 +173,7 @@ class StepAccounting:
         finished = []
         for sequence, row, output in zip(sequences, rows, outputs, strict=True):
             if output.finish_reason is not None:
-                is_charged = not math.isnan(sequence.costs.seconds)
+                is_charged = not math.isnan(sequence.charged_seconds)
                 if self._learning is not None and is_charged and output.finish_reason in ("stop", "length"):
                     self._learning.ended(query_of(sequence, row))
                 finished.append(finish_stats(sequence, output))
@@ -189,43 +189,34 @@ class StepAccounting:
         return new
 
 
-def charge(
-    batch: StepBatch, version: int, num_nodes: Items[int], accepted: Items[int], seconds: Mapping[str, float]
-) -> None:
-    """Charge a step's seconds to its queries. `num_nodes` by sequence of the batch, `accepted` lengths by completing
-    sequence, `seconds` by phase.
+def charge(batch: StepBatch, version: int, num_nodes: Items[int], seconds: Mapping[str, float]) -> None:
+    """Charge a step's seconds to its queries. `num_nodes` by sequence of the batch, `seconds` by phase.
 
     Prompt rows get a share of the seconds after drafting, proportional to their number, because all rows pass through
     the same layers. This share is charged to no query, as no drafter can make a prompt shorter. The decoding sequences
     share all other seconds equally.
     """
     for sequence in batch.completing:
-        costs = sequence.costs
-        costs.version = version
-        if costs.first_version < 0:
-            costs.first_version = version
+        sequence.version = version
+        if sequence.first_version < 0:
+            sequence.first_version = version
     decoding = batch.decoding
     rows = len(decoding) + sum(num_nodes)
     after_drafting = sum(seconds.values()) - seconds["draft"]
     shared = seconds["draft"] + after_drafting * rows / (batch.num_extend_rows + sum(num_nodes))
-    for sequence, nodes, length in zip(decoding, num_nodes, accepted, strict=False):
-        costs = sequence.costs
-        costs.seconds += shared / len(decoding)
-        if nodes:
-            costs.accepted.append(length)
-        else:
-            costs.plain_steps += 1
+    for sequence in decoding:
+        sequence.charged_seconds += shared / len(decoding)
 
 
 def leave_uncharged(batch: StepBatch) -> None:
     """Mark the costs of this step's queries as unknown (NaN), so that nothing is learnt from them."""
     for sequence in batch.completing:
-        sequence.costs.seconds = math.nan
+        sequence.charged_seconds = math.nan
 
 
 def query_of(sequence: Sequence, row: int) -> Query:
     """Build the record of a finished sequence for learning; `row`: its row of the slot table."""
-    costs = sequence.costs
+    steps = zip(sequence.accepted_per_step, sequence.drafted_per_step, strict=True)
     return Query(
         row=row,
         tokens=sequence.tokens,
@@ -234,11 +225,11 @@ def query_of(sequence: Sequence, row: int) -> Query:
         store=sequence.request.store,
         temperature=sequence.sampling.params.temperature,
         seed=sequence.sampling.params.seed,
-        first_version=costs.first_version,
-        version=costs.version,
-        accepted=tuple(costs.accepted),
-        plain_steps=costs.plain_steps,
-        seconds=costs.seconds,
+        first_version=sequence.first_version,
+        version=sequence.version,
+        accepted=tuple(length for length, nodes in steps if nodes),
+        plain_steps=sequence.drafted_per_step.count(0),
+        seconds=sequence.charged_seconds,
     )
 
 

@@ -93,17 +93,6 @@ class TextStream:
         return text
 
 
-@dataclass(slots=True)
-class QueryCosts:
-    """Cost and accepted tokens of one sequence's steps, for learning."""
-
-    first_version: int = -1  # drafter version of the sequence's first step; -1 before it
-    version: int = -1  # drafter version of the sequence's last step
-    accepted: list[int] = field(default_factory=list)  # accepted length of each step with nodes
-    plain_steps: int = 0  # number of steps without nodes
-    seconds: float = 0.0  # seconds charged by `accounting.charge`; NaN if unknown
-
-
 @dataclass(slots=True, eq=False)
 class Sequence:
     """One of a request's n generations. `tokens` holds the prompt and the generated tokens; the keys and values of the
@@ -125,10 +114,12 @@ class Sequence:
     started_seconds: float | None = None
     first_token_seconds: float | None = None
     last_emit_seconds: float | None = None
-    accepted_per_step: list[int] = field(default_factory=list)
-    drafted_per_step: list[int] = field(default_factory=list)
+    accepted_per_step: list[int] = field(default_factory=list)  # accepted length of each decoding step
+    drafted_per_step: list[int] = field(default_factory=list)  # nodes verified in each decoding step
     predicted_tokens: int = 0  # number of accepted tokens from the client's prediction
-    costs: QueryCosts = field(default_factory=QueryCosts)
+    charged_seconds: float = 0.0  # seconds charged by `accounting.charge`, for learning; NaN if unknown
+    first_version: int = -1  # drafter version of the first charged step; -1 before it
+    version: int = -1  # drafter version of the last charged step
     gain: SequenceGain = field(default_factory=SequenceGain)
     prompt_scores: dict[int, TokenLogprob] = field(default_factory=dict)  # unsent scores of prompt tokens by position
 
