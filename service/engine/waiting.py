@@ -42,11 +42,15 @@ class Entry:
         """Either `body` or `preempted` is given. `arrival`: rank of the first sequence by arrival; the other sequences
         of the body have the following ranks."""
         self._body = body
-        self._requests = deque(() if body is None else body.requests)
-        self._index = 0  # index of the next sequence within the first request
+        requests = () if body is None else body.requests
+        self._left = deque((request, index) for request in requests for index in range(request.n))  # after `head`
         self._arrival = arrival
-        self.num_sequences = (preempted is not None) + sum(request.n for request in self._requests)
         self.head = preempted or self._unfolded()
+
+    @property
+    def num_sequences(self) -> int:
+        """Number of the entry's sequences, `head` included."""
+        return (self.head is not None) + len(self._left)
 
     @property
     def client(self) -> str:
@@ -63,14 +67,10 @@ class Entry:
     def advance(self) -> None:
         """Replace `head` by the next sequence."""
         self.head = self._unfolded()
-        self.num_sequences -= 1
 
     def remove(self, request_ids: Collection[str]) -> list[Sequence]:
         """Remove the sequences of these requests. Returns those that were created already."""
-        if self._requests and self._requests[0].request_id in request_ids:
-            self._index = 0
-        self._requests = deque(one for one in self._requests if one.request_id not in request_ids)
-        self.num_sequences = 1 + sum(request.n for request in self._requests) - self._index
+        self._left = deque(one for one in self._left if one[0].request_id not in request_ids)
         if self.head is None or self.head.request.request_id not in request_ids:
             return []
         gone = [self.head]
@@ -79,17 +79,12 @@ class Entry:
 
     def _unfolded(self) -> Sequence | None:
         """Create the next sequence. Returns None, and marks the body as started, if there is none left."""
-        if not self._requests:
+        if not self._left:
             if self._body is not None:
                 self._body.waits = False
             return None
-        request = self._requests[0]
-        sequence = new_sequence(request, self._index)
+        sequence = new_sequence(*self._left.popleft())
         sequence.arrival, self._arrival = self._arrival, self._arrival + 1
-        self._index += 1
-        if self._index == request.n:
-            self._requests.popleft()
-            self._index = 0
         return sequence
 
 
