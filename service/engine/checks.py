@@ -25,7 +25,16 @@ _OF_AN_EXPERT = re.compile(r"(?P<place>.*\.experts\.)(?P<number>\d+)(?P<kind>\..
 _INDEX = "model.safetensors.index.json"
 
 
-def refuse_quantised(config: PreTrainedConfig) -> None:
+def refuse_config(whole: PreTrainedConfig, served: PreTrainedConfig, *, unverified: bool) -> None:
+    """Raise StartupError if a target with this configuration cannot be served. `served`: `whole`, or its text model;
+    `unverified`: accept model types outside of `VERIFIED`."""
+    _refuse_quantised(whole)
+    refuse_unsupported(served)
+    if not unverified:
+        _refuse_unverified(served.get_text_config().model_type)
+
+
+def _refuse_quantised(config: PreTrainedConfig) -> None:
     """Raise StartupError if the weights in safetensors files are quantised by another method than MXFP4."""
     method = (getattr(config, "quantization_config", None) or {}).get("quant_method", "mxfp4")
     if method != "mxfp4":
@@ -87,9 +96,9 @@ def _takes_attention(config: PreTrainedConfig) -> bool:
     return known is None or declared or config.model_type in FAMILIES
 
 
-def refuse_unverified(model_type: str, *, allowed: bool) -> None:
-    """Raise StartupError for a model type that is not in `VERIFIED`, unless such types are allowed."""
-    if not allowed and model_type not in VERIFIED:
+def _refuse_unverified(model_type: str) -> None:
+    """Raise StartupError for a model type that is not in `VERIFIED`."""
+    if model_type not in VERIFIED:
         raise StartupError(
             f"model type {model_type!r} is not verified: no test compares its logits with those of other engines; set "
             f"unverified to serve it anyway. Verified types: {', '.join(sorted(VERIFIED))}"

@@ -5,7 +5,6 @@ reproduce is refused with an error that names the reason.
 """
 
 import hashlib
-import math
 import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -37,14 +36,7 @@ from kernels.cpu import library
 from kernels.experts import QuantisedStack
 from kernels.families import OF_DRAFTERS, recurrent_of, sources_of, windows_of
 from kernels.layers import QuantisedWeight, Weight, even_sample
-from service.engine.checks import (
-    fix_longrope,
-    refuse_incomplete,
-    refuse_odd_tensors,
-    refuse_quantised,
-    refuse_unsupported,
-    refuse_unverified,
-)
+from service.engine.checks import fix_longrope, refuse_config, refuse_incomplete, refuse_odd_tensors
 from service.engine.ends import end_token_ids, gguf_end_ids
 from service.engine.gguf_config import config_of
 from service.engine.gguf_file import load_gguf
@@ -87,7 +79,6 @@ class LoadedModel:
     parts: TargetParts
     kv_shape: KVShape
     read_bytes: int  # bytes of weights that every step reads: all weights except an untied embedding
-    num_parameters: int
     in_blocks: bool = False  # whether all matrices but routers' are kept as the quantised blocks of a GGUF file
     has_experts: bool = False  # whether routers choose experts for each row
     in_8_bits: bool = False  # whether linear layers quantise their weights to 8 bits
@@ -129,9 +120,7 @@ def describe(name: str, *, revision: str | None, unverified: bool, max_model_len
         file = None if path is None else open_gguf(path)
         whole = _read_config(resolve(name), revision) if file is None else config_of(file)
         config = _text_of(whole)
-        refuse_quantised(whole)
-        refuse_unsupported(config)
-        refuse_unverified(config.get_text_config().model_type, allowed=unverified)
+        refuse_config(whole, config, unverified=unverified)
         fix_longrope(config, max_model_len)
         if file is not None:
             tokenizer: PreTrainedTokenizerBase = tokenizer_of(file.fields)
@@ -161,7 +150,24 @@ def load_model(
         else:
             source = resolve(described.name)
             model = _from_folder(source, described.config, dtype, described.revision, in_blocks=in_blocks)
-    return _made_ready(model, described, device, begin_drafter)
+    nn.Module.to(model.eval().requires_grad_(False), device)
+    initial_drafter = begin_drafter(model, _identity(model)) if begin_drafter else None
+    table, head = _embedding_and_head(model)
+    weights = {id(weight): weight for weight in weights_of(model).values()}.values()
+    read_bytes = sum(num_bytes(weight) for weight in weights)
+    return LoadedModel(
+        model=model,
+        tokenizer=described.tokenizer,
+        eos_token_ids=described.eos_token_ids,
+        max_positions=model.config.get_text_config().max_position_embeddings,
+        fingerprint=weights_fingerprint(model),
+        parts=_parts(model, keeps_head=initial_drafter is not None),
+        kv_shape=kv_shape(model),
+        read_bytes=read_bytes - (0 if head is table else num_bytes(table)),
+        in_blocks=keeps_blocks(model),
+        has_experts=any(map(is_experts, model.modules())),
+        initial_drafter=initial_drafter,
+    )
 
 
 @contextmanager
@@ -238,35 +244,6 @@ def _text_of(whole: PreTrainedConfig) -> PreTrainedConfig:
     # Either may say that the output layer is the embedding; transformers unties them if the files have both.
     text.tie_word_embeddings = text.tie_word_embeddings or getattr(whole, "tie_word_embeddings", False)
     return text
-
-
-def _made_ready(
-    model: PreTrainedModel,
-    described: Described,
-    device: torch.device,
-    begin_drafter: BeginDrafter | None,
-) -> LoadedModel:
-    nn.Module.to(model.eval().requires_grad_(False), device)
-    initial_drafter = begin_drafter(model, _identity(model)) if begin_drafter else None
-    fingerprint = weights_fingerprint(model)
-    table, head = _embedding_and_head(model)
-    weights = {id(weight): weight for weight in weights_of(model).values()}.values()
-    read_bytes = sum(num_bytes(weight) for weight in weights)
-    num_parameters = sum(math.prod(weight.shape) for weight in weights)
-    return LoadedModel(
-        model=model,
-        tokenizer=described.tokenizer,
-        eos_token_ids=described.eos_token_ids,
-        max_positions=model.config.get_text_config().max_position_embeddings,
-        fingerprint=fingerprint,
-        parts=_parts(model, keeps_head=initial_drafter is not None),
-        kv_shape=kv_shape(model),
-        read_bytes=read_bytes - (0 if head is table else num_bytes(table)),
-        num_parameters=num_parameters,
-        in_blocks=keeps_blocks(model),
-        has_experts=any(map(is_experts, model.modules())),
-        initial_drafter=initial_drafter,
-    )
 
 
 def _identity(model: PreTrainedModel) -> str:
