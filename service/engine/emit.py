@@ -3,13 +3,12 @@ with text and log-probabilities. Accepted tokens after a stop are not part of th
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from collections.abc import Sequence as Items
 from dataclasses import replace
 from itertools import accumulate
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from drafters.protocol import Committed, Drafter
@@ -191,58 +190,30 @@ def _token_logprobs(
     count = sequence.request.sampling.num_logprobs
     if count is None:
         return None
-    return tuple(_read_logprobs(logits[verified.path_logits[index, : len(kept)]], kept, count))
+    return tuple(logprobs(logits[verified.path_logits[index, : len(kept)]], kept, count))
 
 
-class PromptScores(NamedTuple):
-    """Positions of one prompt for whose tokens a step computes log-probabilities."""
+class PromptScores:
+    """The prompt tokens of a step whose log-probabilities a request wants: all but a prompt's first token, which no row
+    predicts. Scoring chunk by chunk keeps the logits of at most one chunk in memory."""
 
-    sequence: Sequence
-    first_row: int  # index of the first position's predecessor among the step's extend rows
-    positions: range
+    def __init__(self, items: Items[Scheduled]) -> None:
+        self.rows: list[int] = []  # extend rows of the step whose logits predict these tokens
+        self._positions: dict[Sequence, range] = {}
+        row = 0
+        for item in items:
+            sequence = item.sequence
+            if sequence.request.scores_prompt and not sequence.num_generated:
+                last = min(item.start + item.num_rows, sequence.num_prompt - 1)
+                if positions := range(item.start + 1, last + 1):
+                    self._positions[sequence] = positions
+                    self.rows += range(row, row + len(positions))
+            row += item.num_rows
 
-
-def prompt_scores_in(items: Items[Scheduled]) -> list[PromptScores]:
-    """Find the prompt tokens of this step whose log-probabilities a request wants: all but a prompt's first token,
-    which no row predicts. Scoring chunk by chunk keeps the logits of at most one chunk in memory."""
-    found, row = list[PromptScores](), 0
-    for item in items:
-        sequence = item.sequence
-        if sequence.request.scores_prompt and not sequence.num_generated:
-            last = min(item.start + item.num_rows, sequence.num_prompt - 1)
-            found.append(PromptScores(sequence, row, range(item.start + 1, last + 1)))
-        row += item.num_rows
-    return [scores for scores in found if scores.positions]
-
-
-def scored_rows(scores: Items[PromptScores], device: torch.device) -> Tensor | None:
-    """Rows whose logits predict the scored prompt tokens. Returns None if there are none. # -> [scored] int64"""
-    rows = [row for one in scores for row in range(one.first_row, one.first_row + len(one.positions))]
-    return torch.tensor(rows, device=device) if rows else None
-
-
-def keep_prompt_scores(scores: Items[PromptScores], logits: Tensor) -> None:
-    """Store the log-probabilities of a step's prompt tokens in their sequences. # logits [scored, vocab]"""
-    first = 0
-    for sequence, _, positions in scores:
-        tokens = sequence.tokens[positions.start : positions.stop]
-        rows = logits[first : first + len(positions)]
-        count = sequence.request.sampling.num_logprobs or 0
-        sequence.prompt_scores.update(zip(positions, _read_logprobs(rows, tokens, count), strict=True))
-        first += len(positions)
-
-
-def _read_logprobs(logits: Tensor, tokens: Items[int], count: int) -> Iterator[TokenLogprob]:
-    """Iterate over the log-probabilities of tokens, each with the `count` likeliest alternatives.
-    # logits [tokens, vocab]"""
-    found = logprobs(logits, torch.tensor(tokens, device=logits.device), count)
-    rows = zip(
-        tokens,
-        found.logprob.tolist(),  # planned transfer: only for requests that want log-probabilities
-        found.rank.tolist(),  # planned transfer
-        found.top_ids.tolist(),  # planned transfer
-        found.top_logprobs.tolist(),  # planned transfer
-        strict=True,
-    )
-    for token, logprob, rank, ids, values in rows:
-        yield TokenLogprob(token, logprob, rank, tuple(zip(ids, values, strict=True)))
+    def keep(self, logits: Tensor) -> None:
+        """Store the log-probabilities of the tokens in their sequences. # logits [scored, vocab]"""
+        parts = logits.split([len(positions) for positions in self._positions.values()])
+        for (sequence, positions), rows in zip(self._positions.items(), parts, strict=True):
+            tokens = sequence.tokens[positions.start : positions.stop]
+            count = sequence.request.sampling.num_logprobs or 0
+            sequence.prompt_scores.update(zip(positions, logprobs(rows, tokens, count), strict=True))

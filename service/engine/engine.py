@@ -22,16 +22,7 @@ from kernels.tree_attention import NULL_SLOT
 from service.engine.accounting import LearningHooks, SentStep, StepAccounting, StepClock, finish_stats
 from service.engine.budget import Budget
 from service.engine.drafting import DraftStage
-from service.engine.emit import (
-    EmitStage,
-    StepResult,
-    keep_prompt_scores,
-    mark_emitted,
-    prompt_scores_in,
-    read_result,
-    scored_rows,
-)
-from service.engine.prefix_cache import PrefixCache
+from service.engine.emit import EmitStage, PromptScores, StepResult, mark_emitted, read_result
 from service.engine.requests import GenerationRequest, SamplingParams, SequenceOutput, Submission
 from service.engine.rows import RowLayout, committed_of, decoding_shapes, prompt_reads
 from service.engine.sampling import SamplingState, signed64
@@ -95,7 +86,7 @@ class EngineOutput:
 class _Recovery:
     """State of failures that the next calls of `Engine.step` deal with."""
 
-    rejected: list[EngineOutput] = field(default_factory=list)  # unsent last outputs of requests that could not start
+    rejected: dict[Sequence, Finish] = field(default_factory=dict)  # sequences that could not start
     parts: list[list[Scheduled]] = field(default_factory=list)  # parts of a failed step, to be repeated last one first
 
 
@@ -137,9 +128,7 @@ class Engine:
             pace=PromptPace(limits.prefill_chunk),
             on_start=self._begin,
             on_stop=self._draft_stage.stop,
-            cache=PrefixCache(
-                target.device, keep=limits.prefix_cache, windows=self.slots.windows, states=self.table.states
-            ),
+            keeps_prefixes=limits.prefix_cache,
             tree_nodes=limits.max_budget,
         )
         self._layout = RowLayout(self.slots, self.table, capture, shapes)
@@ -205,9 +194,8 @@ class Engine:
     def _advance_all(self) -> tuple[EngineOutput, SentStep | None]:
         """Run a step without its bookkeeping. Returns its outputs, and the data for the bookkeeping or None."""
         if self._recovery.rejected:
-            rejected, self._recovery.rejected = self._recovery.rejected, []
-            outputs, finished = zip(*((one.outputs, one.finished) for one in rejected), strict=True)
-            return EngineOutput(list(chain.from_iterable(outputs)), list(chain.from_iterable(finished)), None), None
+            rejected, self._recovery.rejected = self._recovery.rejected, {}
+            return self._end(rejected), None
         clock = self._accounting.start_step()
         self._claim_slots()
         batch, drafts = self._next_batch()
@@ -264,10 +252,11 @@ class Engine:
 
     def _forward(self, batch: StepBatch, rows: ForwardRows, *, features: bool) -> TargetOutput:
         """Run the target on the step's rows, and keep the log-probabilities of prompt tokens that requests want."""
-        scores = prompt_scores_in(batch.items)
-        output = self.target.forward(rows, self.table, scored_rows(scores, self.target.device), features=features)
+        scores = PromptScores(batch.items)
+        scored = torch.tensor(scores.rows, device=self.target.device) if scores.rows else None
+        output = self.target.forward(rows, self.table, scored, features=features)
         if output.scored is not None:
-            keep_prompt_scores(scores, output.scored)
+            scores.keep(output.scored)
         return output
 
     def _commit_and_emit(self, batch: StepBatch, result: StepResult, clock: StepClock) -> tuple[EngineOutput, SentStep]:
@@ -360,7 +349,7 @@ class Engine:
                 detokenizer = self._vocabulary.tokenizer.detokenizer(skips, request.prompt)
                 sequence.text = TextStream(detokenizer, request.sampling)
         except Exception as error:
-            self._recovery.rejected.append(self._end({sequence: _failure(request, error)}))
+            self._recovery.rejected[sequence] = _failure(request, error)
             return False
         return True
 

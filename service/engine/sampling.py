@@ -9,10 +9,9 @@ depth = padded length of a row's path, width = padded length of a list of ids, s
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,9 +19,8 @@ from torch import Tensor, nn
 from kernels import ops
 from kernels.graph_runner import Capture, GraphRunner
 from kernels.sample import OFF, ChosenTokens, Filters, likeliest
-from service.engine.grammar import forbidden_tokens
-from service.engine.requests import SamplingParams
-from service.text.grammars import Grammar, GrammarState
+from service.engine.requests import SamplingParams, TokenLogprob
+from service.text.grammars import Grammar
 
 _NEVER = float("-inf")
 
@@ -68,10 +66,8 @@ def _sample(
 
 def _padding(logits: Tensor, *, filtered: bool) -> tuple[Tensor | tuple[Tensor, ...], ...]:
     """Arguments for greedy rows: seeds, positions, temperatures, and filters that are off."""
-    whole, zeros = (
-        torch.zeros(3, logits.shape[0], dtype=torch.int64, device=logits.device),
-        torch.zeros_like(logits[:, 0], dtype=torch.float32),
-    )
+    whole = torch.zeros(3, logits.shape[0], dtype=torch.int64, device=logits.device)
+    zeros = torch.zeros_like(logits[:, 0], dtype=torch.float32)
     filters = Filters(zeros + OFF, whole[2], zeros.double() + 1) if filtered else ()
     return whole[0], whole[1], zeros, tuple(filters)
 
@@ -82,15 +78,6 @@ def _leading(choice: ChosenTokens, rows: int) -> ChosenTokens:
 
 
 EAGER_SAMPLER = Sampler()
-
-
-class Logprobs(NamedTuple):
-    """Log-probabilities under the target's unprocessed distribution."""
-
-    logprob: Tensor  # [rows] float32
-    rank: Tensor  # [rows] int64, 1 = the likeliest token
-    top_ids: Tensor  # [rows, k] int64, likeliest first, lower id first among equals
-    top_logprobs: Tensor  # [rows, k] float32
 
 
 def signed64(seed: int) -> int:
@@ -160,12 +147,19 @@ class SamplingRows:
     num_generated: Tensor  # [rows] int64, tokens generated before that one, including drafted ones on the path
     path_tokens: Tensor  # [rows, depth] int64, drafted tokens from the root's child to this row's node, padded with -1
 
+    def transformed(self, logits: Tensor) -> Tensor:
+        """Apply all transforms to a float32 copy of the logits; without transforms, return the logits themselves.
+        # logits [rows, vocab], any float dtype -> scores [rows, vocab]"""
+        if not self.table.transforms:
+            return logits
+        scores = logits.to(torch.float32, copy=True)
+        for transform in self.table.transforms:
+            transform(scores, self)
+        return scores
+
 
 Transform = Callable[[Tensor, SamplingRows], None]
 """Changes scores [rows, vocab] float32 in place, for the sequences whose parameters require it."""
-
-Redraw = Callable[[Tensor, Tensor], ChosenTokens]
-"""Chooses tokens again: scores [again, vocab] and their row indices [again] -> the new choices."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,26 +207,23 @@ class SamplingTable:
         return sampler.sample(scores, seeds, positions, temperatures, filters)
 
 
-def transformed(logits: Tensor, rows: SamplingRows) -> Tensor:
-    """Apply all transforms to a float32 copy of the logits; without transforms, return the logits themselves.
-    # logits [rows, vocab], any float dtype -> scores [rows, vocab]"""
-    if not rows.table.transforms:
-        return logits
-    scores = logits.to(torch.float32, copy=True)
-    for transform in rows.table.transforms:
-        transform(scores, rows)
-    return scores
-
-
-def logprobs(logits: Tensor, token_ids: Tensor, k: int) -> Logprobs:
-    """Log-probability and rank of each row's token, and the k likeliest tokens.
-    # logits [rows, vocab]; token_ids [rows] int64"""
+def logprobs(logits: Tensor, tokens: Sequence[int], count: int) -> Iterator[TokenLogprob]:
+    """Iterate over the log-probabilities of tokens under the target's unprocessed distribution, one for each row, each
+    with the `count` likeliest alternatives, lower id first among equals. # logits [tokens, vocab]"""
     scores = logits.float()
     normed = scores.log_softmax(-1)
-    chosen = token_ids[:, None]
-    rank = (scores > scores.gather(1, chosen)).sum(-1) + 1
-    top_ids = likeliest(scores, k)
-    return Logprobs(normed.gather(1, chosen).squeeze(1), rank, top_ids, normed.gather(1, top_ids))
+    chosen = torch.tensor(tokens, device=logits.device)[:, None]
+    top_ids = likeliest(scores, count)
+    rows = zip(
+        tokens,
+        normed.gather(1, chosen).squeeze(1).tolist(),  # planned transfer: only for requests with log-probabilities
+        ((scores > scores.gather(1, chosen)).sum(-1) + 1).tolist(),  # planned transfer: ranks
+        top_ids.tolist(),  # planned transfer
+        normed.gather(1, top_ids).tolist(),  # planned transfer
+        strict=True,
+    )
+    for token, logprob, rank, ids, values in rows:
+        yield TokenLogprob(token, logprob, rank, tuple(zip(ids, values, strict=True)))
 
 
 def _logit_bias(states: Sequence[SamplingState]) -> Transform:
@@ -288,34 +279,6 @@ def _penalties(states: Sequence[SamplingState]) -> Transform:
         scores.scatter_(1, ids, after)
 
     return penalise
-
-
-class GrammarRow(NamedTuple):
-    """A row whose chosen token must be allowed by a grammar."""
-
-    row: int  # index of the row of logits
-    grammar: GrammarState
-    is_filtered: bool  # whether top-p, top-k or min-p may drop tokens
-    path: Sequence[int]  # drafted tokens from the root's child to this row's node
-
-    def allows(self, token: int) -> bool:
-        """Whether a token chosen without the grammar's mask can be kept. Choosing with the mask would give the same
-        token if the grammar allows it, but not with filters, because the mask changes which tokens they drop."""
-        return not self.is_filtered and self.grammar.allows(self.path, token)
-
-
-def within_grammars(choice: ChosenTokens, rows: Iterable[GrammarRow], scores: Tensor, redraw: Redraw) -> ChosenTokens:
-    """Replace choices that a grammar forbids (or that filters may change) by a choice among the tokens it allows.
-    # scores [rows, vocab]"""
-    chosen = choice.tokens.tolist()  # planned transfer: only for constrained sequences
-    again = [row for row in rows if not row.allows(chosen[row.row])]
-    if not again:
-        return choice
-    grammars, paths = [row.grammar for row in again], [row.path for row in again]
-    forbidden = forbidden_tokens(grammars, paths, scores.shape[1]).to(scores.device)
-    index = torch.tensor([row.row for row in again], device=scores.device)
-    other = redraw(scores[index].to(torch.float32).masked_fill_(forbidden, _NEVER), index)
-    return ChosenTokens(*(first.index_copy(0, index, second) for first, second in zip(choice, other, strict=True)))
 
 
 def drops_tokens(params: SamplingParams) -> bool:

@@ -95,19 +95,21 @@ class Scheduler:
         pace: PromptPace,
         on_start: Callable[[Sequence], bool] = lambda sequence: True,
         on_stop: Callable[[Sequence], None] = lambda sequence: None,
-        cache: PrefixCache | None = None,
+        keeps_prefixes: bool = False,
         tree_nodes: int = MAX_NODES,
     ) -> None:
         """`on_start`: called with each sequence that is to start, or to start again; returns whether it can. `on_stop`:
-        called with each sequence that finishes or is preempted, while it still has its table row. `tree_nodes`: nodes
-        per decoding sequence for which slots are kept free of cached prefixes."""
+        called with each sequence that finishes or is preempted, while it still has its table row. `keeps_prefixes`:
+        whether prefixes stay in the cache when no sequence uses them; `tree_nodes`: nodes per decoding sequence for
+        which slots are kept free of cached prefixes."""
         self.queue = WaitingQueue()
         self.running: list[Sequence] = []
         self._slots = slots
         self._table = table
         self._pace = pace
         self._on_start, self._on_stop = on_start, on_stop
-        self._cache = cache or PrefixCache(table.slots.device, keep=False, windows=slots.windows, states=table.states)
+        device, windows, states = table.slots.device, slots.windows, table.states
+        self._cache = PrefixCache(device, keep=keeps_prefixes, windows=windows, states=states)
         self._tree_nodes = tree_nodes
         self._service = ServiceCounters()
         self._forecast = Forecast()

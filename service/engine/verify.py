@@ -4,7 +4,8 @@ that agrees with these tokens.
 Legend: batch = sequences that choose a token, sequences = all sequences of the forward, nodes = padded node count.
 """
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Items
 from functools import partial
 from typing import NamedTuple
@@ -19,21 +20,12 @@ from kernels.rows import ForwardRows
 from kernels.sample import ChosenTokens
 from kernels.settle import Verified
 from kernels.survival import SIZES
-from service.engine.grammar import paths_of
+from service.engine.grammar import forbidden_tokens, paths_of
 from service.engine.kv_pool import SlotTable
 from service.engine.rows import DecodingShape
-from service.engine.sampling import (
-    EAGER_SAMPLER,
-    GrammarRow,
-    Sampler,
-    SamplingRows,
-    SamplingState,
-    SamplingTable,
-    drops_tokens,
-    transformed,
-    within_grammars,
-)
+from service.engine.sampling import EAGER_SAMPLER, Sampler, SamplingRows, SamplingState, SamplingTable, drops_tokens
 from service.engine.sequence import Sequence
+from service.text.grammars import GrammarState
 
 
 class VerifyStage:
@@ -91,14 +83,12 @@ class VerifyStage:
         table, scores = self._table, logits
         if table.transforms:
             sampling_rows = _sampling_rows(completing, rows, trees.take(rows.completing), table)
-            scores, sampler = transformed(logits, sampling_rows), EAGER_SAMPLER
+            scores, sampler = sampling_rows.transformed(logits), EAGER_SAMPLER
         choice = _chosen(table, scores, rows, sampler)
         if table.states is None:
             return choice
         constrained = _grammar_rows(table.states, rows, trees.take(rows.completing))
-        return within_grammars(
-            choice, constrained, scores, lambda left, index: _chosen(table, left, rows, EAGER_SAMPLER, index)
-        )
+        return _within_grammars(choice, constrained, scores, rows, table)
 
 
 def _chosen(
@@ -114,13 +104,44 @@ def _chosen(
     return table.choose(scores, sequence, rows.attention.positions[logit_rows] + 1, sampler)
 
 
-def _grammar_rows(states: Items[SamplingState], rows: ForwardRows, trees: DraftTree) -> Iterator[GrammarRow]:
+class _GrammarRow(NamedTuple):
+    """A row whose chosen token must be allowed by a grammar."""
+
+    row: int  # index of the row of logits
+    grammar: GrammarState
+    is_filtered: bool  # whether top-p, top-k or min-p may drop tokens
+    path: Items[int]  # drafted tokens from the root's child to this row's node
+
+    def allows(self, token: int) -> bool:
+        """Whether a token chosen without the grammar's mask can be kept. Choosing with the mask would give the same
+        token if the grammar allows it, but not with filters, because the mask changes which tokens they drop."""
+        return not self.is_filtered and self.grammar.allows(self.path, token)
+
+
+def _within_grammars(
+    choice: ChosenTokens, constrained: Iterable[_GrammarRow], scores: Tensor, rows: ForwardRows, table: SamplingTable
+) -> ChosenTokens:
+    """Replace choices that a grammar forbids (or that filters may change) by a choice among the tokens it allows.
+    # scores [logits, vocab]"""
+    chosen = choice.tokens.tolist()  # planned transfer: only for constrained sequences
+    again = [row for row in constrained if not row.allows(chosen[row.row])]
+    if not again:
+        return choice
+    grammars, paths = [row.grammar for row in again], [row.path for row in again]
+    forbidden = forbidden_tokens(grammars, paths, scores.shape[1]).to(scores.device)
+    index = torch.tensor([row.row for row in again], device=scores.device)
+    left = scores[index].to(torch.float32).masked_fill_(forbidden, -math.inf)
+    other = _chosen(table, left, rows, EAGER_SAMPLER, index)
+    return ChosenTokens(*(first.index_copy(0, index, second) for first, second in zip(choice, other, strict=True)))
+
+
+def _grammar_rows(states: Items[SamplingState], rows: ForwardRows, trees: DraftTree) -> Iterator[_GrammarRow]:
     """Iterate over the rows of sequences with a grammar. `states` and `trees` have one entry per completing
     sequence."""
     if not trees.width:  # each sequence has one row
         for row, state in enumerate(states):
             if state.grammar is not None:
-                yield GrammarRow(row, state.grammar, drops_tokens(state.params), ())
+                yield _GrammarRow(row, state.grammar, drops_tokens(state.params), ())
         return
     shape = trees.tokens, trees.parents, trees.num_nodes
     lists = [values.tolist() for values in shape]  # planned transfer: only for constrained sequences
@@ -129,7 +150,7 @@ def _grammar_rows(states: Items[SamplingState], rows: ForwardRows, trees: DraftT
     for row, (index, place) in enumerate(zip(sequences, places, strict=True)):
         state = states[index]
         if state.grammar is not None and place < len(paths[index]):  # places after the nodes are padding
-            yield GrammarRow(row, state.grammar, drops_tokens(state.params), paths[index][place])
+            yield _GrammarRow(row, state.grammar, drops_tokens(state.params), paths[index][place])
 
 
 def _sampling_rows(

@@ -255,18 +255,17 @@ def test_logits_are_left_as_they_are() -> None:
 def test_logprobs(logits: list[float], token: int, k: int) -> None:
     ranking = sorted(range(VOCAB), key=lambda t: (-logits[t], t))
     log_total = math.log(sum(map(math.exp, logits)))
-    result = logprobs(torch.tensor([logits]), torch.tensor([token]), k)
-    assert result.rank.tolist() == [1 + sum(x > logits[token] for x in logits)]
-    assert result.top_ids[0].tolist() == ranking[:k]
-    assert result.logprob.tolist() == pytest.approx([logits[token] - log_total], abs=1e-5)
-    assert result.top_logprobs[0].tolist() == pytest.approx([logits[t] - log_total for t in ranking[:k]], abs=1e-5)
+    (result,) = logprobs(torch.tensor([logits]), [token], k)
+    assert result.rank == 1 + sum(x > logits[token] for x in logits)
+    assert [top_id for top_id, _ in result.top] == ranking[:k]
+    assert result.logprob == pytest.approx(logits[token] - log_total, abs=1e-5)
+    found = [logprob for _, logprob in result.top]
+    assert found == pytest.approx([logits[t] - log_total for t in ranking[:k]], abs=1e-5)
 
 
 @pytest.mark.parametrize("vocab", [1003, 49152])
 def test_logprobs_alone_are_logprobs_in_company(vocab: int) -> None:
     logits = (torch.randn(7, vocab, generator=torch.Generator().manual_seed(2)) * 3).bfloat16()
-    chosen = torch.arange(7) * 31
-    together = logprobs(logits, chosen, 20)
-    for i in range(7):
-        alone = logprobs(logits[i : i + 1], chosen[i : i + 1], 20)
-        assert all(torch.equal(one[0], many[i]) for one, many in zip(alone, together, strict=True))
+    chosen = [31 * row for row in range(7)]
+    alone = [next(logprobs(logits[row : row + 1], [token], 20)) for row, token in enumerate(chosen)]
+    assert alone == list(logprobs(logits, chosen, 20))

@@ -40,7 +40,7 @@ class Room:
             self.table,
             pace=PromptPace(chunk, now),
             on_start=begin,
-            cache=PrefixCache(CPU) if keep else None,
+            keeps_prefixes=keep,
             tree_nodes=8,
         )
 
