@@ -64,9 +64,8 @@ class FusedDecoder:
         inner, head = model.get_decoder(), model.get_output_embeddings()
         self._embedding: Weight = inner.get_input_embeddings().weight
         # transformers rounds it to the type of the embedding
-        self._scale = torch.tensor(
-            spec.embedding_scale, dtype=self._embedding.dtype
-        ).item()  # planned transfer: at start
+        scale = torch.tensor(spec.embedding_scale, dtype=self._embedding.dtype)
+        self._scale = scale.item()  # planned transfer: at start
         self._rotary = _rotary_tables(model, spec, self._embedding.dtype, device)
         self._per_layer = _PerLayerEmbedding(inner, spec, ops) if spec.per_layer_width else None
         self._spec, self._layers, self._ops = spec, layers, ops

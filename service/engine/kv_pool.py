@@ -141,17 +141,6 @@ class KVPool:
         } | {slots: user}
         return True
 
-    @property
-    def keys_and_values(self) -> list[Tensor]:
-        """Those of the layers that attend. # [2, places, kv_heads, dim] each"""
-        return [kept for kept in self.layers if isinstance(kept, Tensor)]
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of all layers' keys and values, and states."""
-        own = {id(kept): kept.nbytes for kept in self.keys_and_values}
-        return sum(own.values()) + self.shape.state_bytes(self.states)
-
     def refuse_other_shape(self, index: int, keys: Tensor, values: Tensor, window: int | None) -> None:
         """Raise StartupError if keys or values of layer `index`, or its window, are not as configured.
         # keys, values [1, kv_heads, rows, dim]"""

@@ -47,13 +47,12 @@ class RowLayout:
         `extends` and `trees` have one entry per sequence. `node_rows`: number of rows of each tree; if None, it is read
         from the device. The next call may overwrite the result.
         """
-        counts: Items[int] = (
-            trees.num_nodes.tolist() if node_rows is None else node_rows  # planned transfer: not while serving
-        )
-        num_rows = sum(extend.num_rows for extend in extends) + sum(counts)
+        if node_rows is None:
+            node_rows = trees.num_nodes.tolist()  # planned transfer: not while serving
+        num_rows = sum(extend.num_rows for extend in extends) + sum(node_rows)
         slots, table, states = self._slots.allocate(num_rows), self._table.slots, self._table.states
-        rows = ops.on(table.device).lay_out_rows(extends, counts, trees, slots, table, self._place)
-        return rows if states is None else replace(rows, states=states.rows(extends, counts, trees.parents))
+        rows = ops.on(table.device).lay_out_rows(extends, node_rows, trees, slots, table, self._place)
+        return rows if states is None else replace(rows, states=states.rows(extends, node_rows, trees.parents))
 
 
 def decoding_shapes(max_sequences: int, tree_widths: Items[int]) -> list[DecodingShape]:
@@ -95,9 +94,8 @@ def place_rows(*tensors: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     at = rows.sequence, rows.node.clamp(min=0)
     tokens = torch.where(is_node, rows.tree_tokens[at], rows.tokens)
     positions = torch.where(is_node, rows.extend_end[rows.sequence] + rows.depths[at], rows.positions)
-    node_slots = rows.slots.new_full(
-        (sequences, width + 1), NULL_SLOT
-    )  # the last column receives the rows that are not nodes
+    # The last column receives the rows that are not nodes.
+    node_slots = rows.slots.new_full((sequences, width + 1), NULL_SLOT)
     node_slots[rows.sequence, torch.where(is_node, rows.node, width)] = rows.slots
     return tokens, positions, node_slots[:, :width], ops.on(rows.slots.device).ancestor_matrix(rows.parents)
 

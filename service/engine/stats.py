@@ -57,10 +57,9 @@ class StepStats:
     memory: MemoryCounts | None = None  # counts since the start; None if the drafter keeps no past answers
     # The remaining fields are set in few steps only, because reading them waits for the device.
     survival_error: float | None = None  # expected calibration error (ECE) of survival
-    rank_predicted: Mapping[str, float] = field(
-        default_factory=dict
-    )  # recent tokens expected to be right, by class of the rank head
-    rank_right: Mapping[str, float] = field(default_factory=dict)  # recent tokens that were right, by class
+    # Recent tokens that were expected to be right, and that were right, by class of the rank head:
+    rank_predicted: Mapping[str, float] = field(default_factory=dict)
+    rank_right: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def seconds(self) -> float:

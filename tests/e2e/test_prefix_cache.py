@@ -21,6 +21,7 @@ from tests.service.engine.harness import (
     collect,
     generate,
     greedy,
+    keys_and_values,
     request,
     sampled,
     tiny_engine,
@@ -96,7 +97,7 @@ def prompt_bits(engine: Engine, one: GenerationRequest) -> torch.Tensor:
     while sequence.is_prefilling:
         engine.step()
     shared = engine.table.slots[sequence.table_row, : SHARED - 1]
-    bits = torch.stack([layer[:, shared] for layer in engine.target.pool.keys_and_values])
+    bits = torch.stack([layer[:, shared] for layer in keys_and_values(engine.target.pool)])
     while not engine.idle:
         engine.step()
     return bits

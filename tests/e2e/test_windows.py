@@ -24,6 +24,7 @@ from tests.service.engine.harness import (
     LIMITS,
     Generated,
     ask,
+    bytes_of,
     collect,
     finish,
     greedy,
@@ -204,7 +205,7 @@ def test_twenty_long_conversations_where_layers_that_keep_all_hold_five(family: 
     for pool in (KVPool(loaded.kv_shape, 5 * limits.max_model_len, loaded.model.device), None):
         target = tiny_target(loaded, room.num_slots, num_places=room.num_places)
         target.pool = pool or target.pool
-        assert target.pool.num_bytes <= pool_bytes * 1.02
+        assert bytes_of(target.pool) <= pool_bytes * 1.02
         drafter = make_drafter("none", target, limits)
         engine = Engine(target, limits, vocabulary_of(loaded), drafter, FixedBudget(0))
         hits.append(conversations(engine, 20, 3, 360, 30))

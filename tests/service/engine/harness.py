@@ -24,7 +24,7 @@ from service.engine.requests import (
     Submission,
     TokenLogprob,
 )
-from service.engine.sampling import EAGER_SAMPLER, SamplingRows, SamplingState, transformed
+from service.engine.sampling import EAGER_SAMPLER, SamplingRows, SamplingState
 from service.engine.sequence import Sequence as RunningSequence
 from service.engine.states import StateRoom
 from service.engine.stats import StepStats
@@ -226,6 +226,17 @@ def finish(engine: Engine, results: dict[tuple[str, int], Generated]) -> None:
         assert steps < 5_000, "the engine makes no progress"
 
 
+def keys_and_values(pool: KVPool) -> list[torch.Tensor]:
+    """Those of the layers that attend."""
+    return [kept for kept in pool.layers if isinstance(kept, torch.Tensor)]
+
+
+def bytes_of(pool: KVPool) -> int:
+    """Bytes of all layers' keys and values, and states."""
+    own = {id(kept): kept.nbytes for kept in keys_and_values(pool)}
+    return sum(own.values()) + pool.shape.state_bytes(pool.states)
+
+
 def collect(outputs: Sequence[SequenceOutput], results: dict[tuple[str, int], Generated]) -> None:
     for output in outputs:
         results[output.request_id, output.index].add(output)
@@ -243,4 +254,4 @@ def with_answers(requests: Sequence[GenerationRequest]) -> list[GenerationReques
 
 def choose_tokens(logits: torch.Tensor, rows: SamplingRows) -> ChosenTokens:
     """The target's token for each row of logits."""
-    return rows.table.choose(transformed(logits, rows), rows.sequence_idx, rows.positions, EAGER_SAMPLER)
+    return rows.table.choose(rows.transformed(logits), rows.sequence_idx, rows.positions, EAGER_SAMPLER)

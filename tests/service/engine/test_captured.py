@@ -16,7 +16,7 @@ from service.engine.rows import RowLayout
 from service.engine.sampling import EAGER_SAMPLER
 from service.engine.target import Target, TargetOutput
 from tests.kernels.tensor_program import kernels, record
-from tests.service.engine.harness import tiny_target
+from tests.service.engine.harness import keys_and_values, tiny_target
 from tests.tiny_models import VOCAB_SIZE, WINDOW, loaded_tiny, random_prompts
 
 FAMILIES = ("llama", "qwen3", "gemma2")
@@ -81,7 +81,8 @@ def test_every_step_has_the_bits_of_one_that_is_not_captured(family: str, num_pl
         assert plain.features is not None
         assert captured.features is not None
         assert torch.equal(plain.features, captured.features)
-        for one, other in zip(both.plain.pool.keys_and_values, both.captured_target.pool.keys_and_values, strict=True):
+        pools = both.plain.pool, both.captured_target.pool
+        for one, other in zip(*map(keys_and_values, pools), strict=True):
             assert torch.equal(one[:, :-1], other[:, :-1])
 
 
@@ -89,15 +90,15 @@ def test_padding_rows_leave_the_null_slot_alone() -> None:
     both = Both("llama")
     both.step([1, 2], 3, seed=0)
     pool = both.captured_target.pool
-    assert not any(layer[:, NULL_SLOT].any() for layer in pool.keys_and_values)
-    assert all(layer[:, pool.unread_slot].any() for layer in pool.keys_and_values)
+    assert not any(layer[:, NULL_SLOT].any() for layer in keys_and_values(pool))
+    assert all(layer[:, pool.unread_slot].any() for layer in keys_and_values(pool))
 
 
 def test_a_broken_row_breaks_no_other() -> None:
     both = Both("llama")
     broken = both.table.slots[0, :CONTEXT]
     for target in (both.plain, both.captured_target):
-        for layer in target.pool.keys_and_values:
+        for layer in keys_and_values(target.pool):
             layer[:, broken] = float("nan")
     plain, captured = both.step([0, 1], 3, seed=1)
     assert captured.logits[0].isnan().all()
@@ -146,7 +147,7 @@ def test_captured_choices_are_those_that_are_asked_for(lines: list[int]) -> None
 
 def test_a_broken_row_is_reported_by_a_captured_choice() -> None:
     both = Both("llama")
-    for layer in both.captured_target.pool.keys_and_values:
+    for layer in keys_and_values(both.captured_target.pool):
         layer[:, both.table.slots[0, :CONTEXT]] = float("nan")
     _, captured = both.step([0, 1], 0, seed=1)
     assert captured.sampler.likeliest(captured.logits).bad_rows.tolist() == [True, False]

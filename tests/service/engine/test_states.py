@@ -20,7 +20,7 @@ from service.drafter import draft_model_of, make_drafter
 from service.engine.budget import FixedBudget
 from service.engine.engine import Engine, EngineLimits
 from service.engine.kv_pool import KVPool, KVShape, LayerKV
-from service.engine.measuring import rows_are_independent
+from service.engine.measuring import check
 from service.engine.memory_planner import room_for
 from service.engine.prefix_cache import PrefixCache
 from service.engine.requests import GenerationRequest
@@ -31,6 +31,7 @@ from tests.conformance.checkpoints import CHECKPOINTS, Checkpoint, made, save
 from tests.service.engine.harness import (
     LIMITS,
     ask,
+    bytes_of,
     greedy,
     request,
     sampled,
@@ -231,7 +232,7 @@ def test_texts_of_recurrent_models_are_those_of_plain_decoding(checkpoint: Check
         expected |= run(one_by_one, one)
     limits = replace(CACHED, prefill_chunk=choose.choice([5, 64]), max_model_len=512)
     engine = tiny_engine(replace(loaded, model=shared), limits=limits, drafter="memory+random", num_slots=400)
-    assert rows_are_independent(engine.target)
+    assert check(engine.target) == "exact"
     with_answers = [replace(one, prediction=tuple(expected[f"{one.request_id}.0"])) for one in requests]
     for _ in range(2):
         assert run(engine, *with_answers) == expected
@@ -341,8 +342,8 @@ def test_pools_have_room_for_states() -> None:
     room = room_for(shape, pool_bytes, limits)
     assert room.states[:2] == (4, 40)
     pool = KVPool(shape, room.num_slots, torch.device("cpu"), states=room.states)
-    assert pool.num_bytes <= pool_bytes + 2 * shape.bytes_per_slot
-    assert pool.num_bytes >= pool_bytes - shape.bytes_per_state - 2048 * shape.bytes_per_slot
+    assert bytes_of(pool) <= pool_bytes + 2 * shape.bytes_per_slot
+    assert bytes_of(pool) >= pool_bytes - shape.bytes_per_state - 2048 * shape.bytes_per_slot
     assert room.states.snapshots > 0
     assert f"states of 4 sequences and {room.states.snapshots} prefixes" in room.described
     assert room_for(shape, pool_bytes, replace(limits, prefix_cache=False)).states.snapshots == 0

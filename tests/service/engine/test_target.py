@@ -21,7 +21,7 @@ from service.engine.modules import AttentionStep, decoder_layers, replace_linear
 from service.engine.rows import RowLayout
 from service.engine.target import Target
 from service.errors import StartupError
-from tests.service.engine.harness import tiny_target
+from tests.service.engine.harness import keys_and_values, tiny_target
 from tests.tiny_models import (
     EOS_ID,
     FAMILIES,
@@ -139,7 +139,7 @@ def stock_layer_outputs(family: str, tokens: list[int]) -> list[Tensor]:
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 def test_slots_of_no_one_are_never_read(family: str) -> None:
     texts = Texts(tiny_target(loaded_tiny(family)))
-    for layer in texts.target.pool.keys_and_values:
+    for layer in keys_and_values(texts.target.pool):
         layer[:, NULL_SLOT + 1 :] = torch.nan
     text = prompt(8, 100)
     texts.extend(0, text[:-1], 9)
