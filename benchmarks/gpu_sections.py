@@ -27,7 +27,7 @@ from service.bench.experiment import (
     tokens_per_second,
     warm_up,
 )
-from service.bench.lossless import built_in_prompts, check
+from service.bench.lossless import BUILT_IN, check
 from service.bench.speed import contestants_of, measure_set
 from service.engine.budget import FixedBudget
 from service.engine.engine import Engine
@@ -113,7 +113,7 @@ def small_prompts(assembly: Assembly, plan: Plan) -> list[list[int]]:
     """Return the prompts, without those that leave no room for an answer; built-in ones are cut."""
     most = assembly.limits.max_model_len - plan.answer_tokens - 1
     if plan.prompts is None:
-        return [prompt[:most] for prompt in built_in_prompts(assembly.tokenizer)]
+        return [[*prompt[:most]] for prompt in read_prompt_set(BUILT_IN, assembly.tokenizer).prompts]
     given = read_prompt_set(plan.prompts, assembly.tokenizer)
     return [[*prompt] for prompt in given.prompts if len(prompt) <= most]
 

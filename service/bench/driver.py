@@ -3,7 +3,7 @@
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from service.engine.engine import Engine, EngineOutput
 from service.engine.requests import FinishReason, GenerationRequest, SequenceOutput, Submission
@@ -109,45 +109,35 @@ class Served:
         self.answer = Answer(tokens, text, output.finish_reason, accepted, first, gaps)
 
 
+@dataclass
 class Drive:
     """Serves requests, of one sequence each, on one engine; can be paused between steps, and does not count the time
     of pauses."""
 
-    def __init__(
-        self,
-        engine: Engine,
-        requests: Sequence[GenerationRequest],
-        arrivals: ClosedLoop,
-        *,
-        clock: Callable[[], float] = time.perf_counter,
-        sleep: Callable[[float], None] = time.sleep,
-        before_step: Callable[[int], None] = lambda number: None,
-        after_step: Callable[[EngineOutput], None] = lambda report: None,
-    ) -> None:
-        self._engine = engine
-        self._requests = requests
-        self._arrivals = arrivals
-        self._clock = clock
-        self._sleep = sleep
-        self._before_step = before_step
-        self._after_step = after_step
-        self._seconds = 0.0  # time of all slices, without pauses
-        self._steady = Span(0.0, 0)
-        self.num_finished = 0
-        self._served: dict[str, Served] = {}
-        self._steps: list[TimedStep] = []
+    engine: Engine
+    requests: Sequence[GenerationRequest]
+    arrivals: ClosedLoop
+    clock: Callable[[], float] = time.perf_counter
+    sleep: Callable[[float], None] = time.sleep
+    before_step: Callable[[int], None] = lambda number: None
+    after_step: Callable[[EngineOutput], None] = lambda report: None
+    num_finished: int = field(default=0, init=False)
+    _seconds: float = field(default=0.0, init=False)  # time of all slices, without pauses
+    _steady: Span = field(default=Span(0.0, 0), init=False)
+    _served: dict[str, Served] = field(default_factory=dict, init=False)
+    _steps: list[TimedStep] = field(default_factory=list, init=False)
 
     @property
     def is_over(self) -> bool:
         """Whether all requests have finished."""
-        return self.num_finished == len(self._requests)
+        return self.num_finished == len(self.requests)
 
     def go_on(self, seconds: float = math.inf) -> None:
         """Serve for `seconds`, or until all requests have finished."""
-        start, end = self._clock() - self._seconds, self._seconds + seconds
+        start, end = self.clock() - self._seconds, self._seconds + seconds
         while not self.is_over and self._seconds < end:
-            self._send(self._clock() - start)
-            is_steady = self._arrivals.is_steady(self.num_finished, len(self._requests))
+            self._send(self.clock() - start)
+            is_steady = self.arrivals.is_steady(self.num_finished, len(self.requests))
             before = self._seconds
             tokens = self._step(start)
             if is_steady:
@@ -160,27 +150,27 @@ class Drive:
 
     def _send(self, elapsed: float) -> None:
         """Send the requests that are due."""
-        due = min(len(self._requests), self._arrivals.due(elapsed, self.num_finished))
+        due = min(len(self.requests), self.arrivals.due(elapsed, self.num_finished))
         for number in range(len(self._served), due):
-            request = self._requests[number]
-            self._served[request.request_id] = Served(self._arrivals.since(number, elapsed))
-            self._engine.submit(Submission([replace(request, arrival_seconds=time.monotonic())]))
+            request = self.requests[number]
+            self._served[request.request_id] = Served(self.arrivals.since(number, elapsed))
+            self.engine.submit(Submission([replace(request, arrival_seconds=time.monotonic())]))
 
     def _step(self, start: float) -> int:
         """Run one engine step; returns the number of emitted tokens."""
-        if self._engine.idle:
-            self._sleep(0.001)
-            self._seconds = self._clock() - start
+        if self.engine.idle:
+            self.sleep(0.001)
+            self._seconds = self.clock() - start
             return 0
-        self._before_step(len(self._steps))
-        report = self._engine.step()
-        before, self._seconds = self._seconds, self._clock() - start
+        self.before_step(len(self._steps))
+        report = self.engine.step()
+        before, self._seconds = self._seconds, self.clock() - start
         for output in report.outputs:
             self._served[output.request_id].add(output, self._seconds)
             self.num_finished += output.finish_reason is not None
         if report.stats is not None:
             self._steps.append(TimedStep(report.stats, self._seconds - before))
-        self._after_step(report)
+        self.after_step(report)
         return sum(len(output.token_ids) for output in report.outputs)
 
 

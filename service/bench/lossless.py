@@ -74,10 +74,8 @@ EXTRAS: Mapping[Extras, Mapping[str, Any]] = {
 }
 """Changed sampling parameters by name. With `stop` and `grammar`, answers may end early."""
 
-_NODES_OF = {"memory": (None, 16, 48), "none": (0,)}
-_TRAINED_NODES_OF = {"memory+specblock": (None, 16), "specblock": (48,)}
-WAYS = tuple(Way(drafter, nodes) for drafter, counts in _NODES_OF.items() for nodes in counts)
-TRAINED_WAYS = tuple(Way(drafter, nodes) for drafter, counts in _TRAINED_NODES_OF.items() for nodes in counts)
+WAYS = (*(Way("memory", nodes) for nodes in (None, 16, 48)), Way("none", 0))
+TRAINED_WAYS = Way("memory+specblock", None), Way("memory+specblock", 16), Way("specblock", 48)
 """Further ways if there is a trained drafter."""
 
 COMPANIES: tuple[Company, ...] = ("alone", "among 15", "short of slots")
@@ -336,11 +334,6 @@ def _predict(answer: Sequence[int], assembly: Assembly) -> list[int]:
     """Return the answer with every seventh token wrong, so that some drafts are rejected."""
     size = assembly.target.vocab_size
     return [(token + (index % _WRONG_EVERY == 3)) % size for index, token in enumerate(answer)]
-
-
-def built_in_prompts(tokenizer: ChatTokenizer) -> list[list[int]]:
-    """Read the built-in prompts as token ids."""
-    return [list(prompt) for prompt in read_prompt_set(BUILT_IN, tokenizer).prompts]
 
 
 def run_lossless(config: ServiceConfig, file: Path | None, *, num_tokens: int, seed: int, out: Path | None) -> bool:

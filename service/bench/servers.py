@@ -28,7 +28,6 @@ import yaml
 
 from service.bench.driver import Answer, Run
 from service.config import ServiceConfig
-from service.engine.requests import GenerationRequest
 from service.errors import StartupError
 
 PATIENCE_SECONDS = 900.0
@@ -124,7 +123,6 @@ Part = tuple[float, bytes]
 """Bytes of a response, and the seconds from sending the request to their arrival."""
 
 _TEXTS = ("text", "content", "reasoning_content", "reasoning")
-_SAMPLING = ("seed", "max_tokens", "temperature", "ignore_eos")
 _MOST_BYTES = 1 << 16  # bytes read at once
 
 
@@ -142,12 +140,6 @@ class HttpClient:
     @cached_property
     def _model(self) -> str:
         return str(json.loads(b"".join(part for _, part in self._ask("GET", "/v1/models")))["data"][0]["id"])
-
-    def __call__(self, requests: Sequence[GenerationRequest]) -> Run:
-        """Send all requests at once, with their prompts as token ids."""
-        sampling = [{name: getattr(request.sampling, name) for name in _SAMPLING} for request in requests]
-        bodies = [{"prompt": [*request.prompt], **how} for request, how in zip(requests, sampling, strict=True)]
-        return self.send(bodies, len(bodies))
 
     def send(self, bodies: Sequence[Json], num_clients: int) -> Run:
         """Send request bodies, `num_clients` at a time; those with messages are chat completions."""

@@ -13,15 +13,16 @@ from drafters.protocol import Committed, DraftContext, Noise, Read
 from drafters.tree import DraftTree, VerifyResult
 from kernels.sample import hash_bits
 from service.assembly import Assembly, assemble
-from service.bench.lossless import built_in_prompts, check
+from service.bench.lossless import BUILT_IN, check
 from service.config import ServiceConfig
 from service.engine.memory_planner import memory_for
 from service.engine.requests import SamplingParams
 from service.engine.thread import serving
 from service.errors import StartupError
 from service.learning.adaptive import Adaptive
+from service.text.prompts import read_prompt_set
 from tests.service.bench.parts import save_drafter
-from tests.service.engine.harness import Generated, ask, generate, greedy, request, sampled
+from tests.service.engine.harness import Generated, ask, bytes_of, generate, greedy, request, sampled
 from tests.service.engine.test_sequence import scores_of
 from tests.service.learning_parts import learning, requests, texts
 from tests.tiny_models import random_prompts, stock, tiny_model
@@ -62,7 +63,7 @@ def test_forwards_are_captured_and_rows_independent(assembly: Assembly) -> None:
 
 
 def test_every_way_of_decoding_gives_the_same_text(assembly: Assembly) -> None:
-    prompts = [prompt[:200] for prompt in built_in_prompts(assembly.tokenizer)]
+    prompts = [prompt[:200] for prompt in read_prompt_set(BUILT_IN, assembly.tokenizer).prompts]
     assert check(assembly, prompts, num_tokens=20_000, seed=0).holds
 
 
@@ -119,7 +120,7 @@ def test_a_step_waits_once(folder: Path, assembly: Assembly, drafter: str) -> No
 def test_the_pool_takes_a_share_of_what_is_left(folder: Path) -> None:
     free = torch.cuda.mem_get_info(DEVICE)[0]
     shared = assemble(settings(folder, kv_cache="5%"))
-    pool_bytes = shared.target.pool.num_bytes
+    pool_bytes = bytes_of(shared.target.pool)
     assert 0.02 * free < pool_bytes <= 0.05 * free
 
 

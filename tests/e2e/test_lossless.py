@@ -4,7 +4,7 @@ Sixty thousand tokens on tiny models in fp32, most of them on the fastest one. T
 and kind of drafter, and the embedded model as it is served.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,10 +13,11 @@ import pytest
 from drafters.asking import AskGate
 from drafters.trained_kinds import TRAINED_KINDS, trained_kind
 from service.assembly import Assembly, assemble
-from service.bench.lossless import built_in_prompts, check
+from service.bench.lossless import BUILT_IN, check
 from service.config import ServiceConfig
 from service.engine.budget import FixedBudget
 from service.engine.requests import SamplingParams
+from service.text.prompts import read_prompt_set
 from tests.kernels.tensor_program import kernels, record
 from tests.service.bench.parts import assembled, save_drafter, save_two_layers, varied_prompts
 from tests.service.engine.harness import Generated, always_ask, generate, greedy, request, sampled
@@ -27,12 +28,13 @@ FEW_CASES = 10  # of which all may have had room
 MANY_TOKENS = 1_000_000
 FAMILY_SHARE, KIND_SHARE = 0.8 / len(FAMILIES), 0.2 / len(TRAINED_KINDS)
 EMBEDDED_TOKENS = 100_000
+Prompts = Sequence[Sequence[int]]
 Tell = Callable[..., None]
 Sized = Callable[[int], int]
 
 
 def assert_lossless(
-    assembly: Assembly, prompts: list[list[int]], num_tokens: int, seed: int = 0, *, tell: Tell = lambda **_: None
+    assembly: Assembly, prompts: Prompts, num_tokens: int, seed: int = 0, *, tell: Tell = lambda **_: None
 ) -> None:
     assert assembly.numerics == "exact"
     result = check(assembly, prompts, num_tokens=num_tokens, seed=seed)
@@ -81,7 +83,7 @@ def test_many_tokens_by_a_kind_of_drafter(kind: str, tmp_path: Path, sized: Size
 @pytest.mark.slow
 def test_the_embedded_model(tmp_path: Path, sized: Sized, tell: Tell) -> None:
     assembly = assemble(ServiceConfig(device="cpu", state_dir=tmp_path))
-    assert_lossless(assembly, built_in_prompts(assembly.tokenizer), sized(EMBEDDED_TOKENS), tell=tell)
+    assert_lossless(assembly, read_prompt_set(BUILT_IN, assembly.tokenizer).prompts, sized(EMBEDDED_TOKENS), tell=tell)
 
 
 # All that a step computes, captured by what cannot run Python again, gives the text of plain decoding.

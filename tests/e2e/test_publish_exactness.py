@@ -19,10 +19,11 @@ from kernels.lattice import BlockNetwork, BlockTables, GrowBlock, GrownTree, Hos
 from kernels.ops import Ops
 from service.assembly import Assembly, assemble
 from service.bench.driver import generate
-from service.bench.lossless import built_in_prompts
+from service.bench.lossless import BUILT_IN
 from service.config import ServiceConfig
 from service.engine.requests import GenerationRequest
 from service.learning.adaptive import Adaptive, build_adaptive
+from service.text.prompts import read_prompt_set
 from tests.service.bench.parts import varied_prompts
 from tests.service.learning_parts import assembled, requests, texts
 
@@ -166,7 +167,7 @@ def test_texts_of_the_embedded_model_are_plain_whatever_heads_are_published(
     tmp_path: Path, sized: Callable[[int], int], tell: Callable[..., None]
 ) -> None:
     assembly = assemble(ServiceConfig(device="cpu", drafter="specblock", budget_policy="fixed", max_budget=16))
-    prompts = built_in_prompts(assembly.tokenizer)
+    prompts = read_prompt_set(BUILT_IN, assembly.tokenizer).prompts
     reported = publish_in_mid_stream(
         assembly, tmp_path, 0.7, sized(1_000), parts=OUTPUT_LAYERS, prompts=prompts, slots=EMBEDDED_SLOTS
     )

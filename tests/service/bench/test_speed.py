@@ -17,6 +17,7 @@ from service.bench.experiment import (
     warm_up,
 )
 from service.bench.lossless import (
+    BUILT_IN,
     COMPANIES,
     EXTRAS,
     PREFILL_CHUNKS,
@@ -24,7 +25,6 @@ from service.bench.lossless import (
     WAYS,
     Case,
     Way,
-    built_in_prompts,
     check,
     ordered_cases,
     pairs_of,
@@ -33,7 +33,7 @@ from service.bench.speed import contestants_of, measure_set
 from service.engine.engine import Engine
 from service.engine.requests import GenerationRequest
 from service.errors import StartupError
-from service.text.prompts import PromptSet
+from service.text.prompts import PromptSet, read_prompt_set
 from tests.service.bench.parts import STEP, varied_prompts
 
 PROMPTS = PromptSet("some", tuple(tuple(prompt) for prompt in varied_prompts()[:5]))
@@ -133,7 +133,7 @@ def test_a_prompt_that_leaves_no_room_is_refused(assembly: Assembly) -> None:
 
 
 def test_the_built_in_prompts_are_many_and_of_many_lengths(assembly: Assembly) -> None:
-    lengths = sorted(map(len, built_in_prompts(assembly.tokenizer)))
+    lengths = sorted(map(len, read_prompt_set(BUILT_IN, assembly.tokenizer).prompts))
     assert len(lengths) == 24
     assert 20 * lengths[0] < lengths[-1]
 
