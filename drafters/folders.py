@@ -5,8 +5,9 @@ trained."""
 import json
 import pickle
 import shutil
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -24,6 +25,19 @@ _RANK_HEAD = ("rank_head.", "rank_norm.")
 _LAST_OF_RANKS = "rank_head.2."
 
 
+class DrafterInFile(NamedTuple):
+    """A drafter in a file of its target. Functions here that take a drafter's folder take such a file, too."""
+
+    described: Described  # what `config.json` of the target says; empty: the file has no drafter
+    tensors: Callable[[str], dict[str, Any]]
+    """Reads the tensors by the names that a published form gives them, which begin with the argument, and those of the
+    target. Matrices that the file has in quantised blocks are `QuantisedWeight`, or `QuantisedStack` of experts."""
+
+
+FILES: dict[str, Callable[[Path], DrafterInFile]] = {}
+"""Functions that open files with a drafter, by suffix. The server enters those whose formats it reads."""
+
+
 def form_of(folder: Path) -> PublishedForm | None:
     """Return the published form of a folder's drafter. Returns None if the form is our own, unknown or unreadable."""
     try:
@@ -38,8 +52,10 @@ def _holds(folder: Path, prefix: str) -> bool:
     """Whether a folder's files have a tensor whose name begins so. Not every copy of a target has its drafter. Raises
     OSError, ValueError, KeyError and SafetensorError."""
     index = folder / "model.safetensors.index.json"
-    if not prefix or index.is_file():
-        return not prefix or any(name.startswith(prefix) for name in json.loads(index.read_text())["weight_map"])
+    if not prefix or folder.suffix in FILES:
+        return True
+    if index.is_file():
+        return any(name.startswith(prefix) for name in json.loads(index.read_text())["weight_map"])
     names = set[str]()
     for file in folder.glob("*.safetensors"):
         with safe_open(file, framework="pt") as stored:
@@ -58,19 +74,43 @@ def kind_of(folder: Path) -> str:
 
 def load(folder: Path, target: TargetParts, *, dtype: torch.dtype, device: torch.device | str) -> SpecBlock:
     """Load a folder's drafter, in our own or a published form. Raises DrafterError if it does not fit the target."""
-    form = form_of(folder)
-    if form is None:
+    if form_of(folder) is None:
         _refuse_unknown(folder)
         return checkpoint.load(folder, target, dtype=dtype, device=device)
-    config, weights = _converted(folder, form, read_tensors(folder, form), target)
-    checkpoint.refuse_misfits(folder, weights, checkpoint.shapes_of(config), may_lack=_RANK_HEAD)
+    config, weights = _fitting(folder, target)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)  # for the random initial weights of the rank head
         model = SpecBlock(config)
     own = checkpoint.weights_of(model)
     untrained = {name: torch.zeros_like(value) for name, value in own.items() if name.startswith(_LAST_OF_RANKS)}
-    checkpoint.write_weights(model, {**own, **untrained, **weights})
+    checkpoint.write_weights(model, {**own, **untrained, **{name: _dense(value) for name, value in weights.items()}})
     return model.to(device=device, dtype=dtype).eval().requires_grad_(False)
+
+
+def load_blocks(file: Path, target: TargetParts, *, dtype: torch.dtype) -> tuple[DrafterConfig, dict[str, Any]]:
+    """Load the config and the weights of a drafter in a file, to serve it on a CPU: quantised blocks stay, and the head
+    is the target's. Raises DrafterError if it does not fit the target."""
+    config, weights = _fitting(file, target)
+    shapes = {name: shape for name, shape in checkpoint.shapes_of(config).items() if name.startswith(_RANK_HEAD)}
+    weights |= {name: (torch.ones if "norm" in name else torch.zeros)(shape) for name, shape in shapes.items()}
+    weights |= {} if target.output is None else {checkpoint.HEAD: target.output}
+    floats = {name: value for name, value in weights.items() if isinstance(value, Tensor) and value.is_floating_point()}
+    return config, weights | {name: value.to(dtype) for name, value in floats.items()}
+
+
+def _fitting(folder: Path, target: TargetParts) -> tuple[DrafterConfig, dict[str, Any]]:
+    """Return the config and the weights, without a rank head, of a drafter in a published form."""
+    form = form_of(folder)
+    assert form is not None, "its own form is read elsewhere"
+    config, weights = _converted(folder, form, read_tensors(folder, form), target)
+    checkpoint.refuse_misfits(folder, weights, checkpoint.shapes_of(config), may_lack=_RANK_HEAD)
+    return config, weights
+
+
+def _dense(weight: Any) -> Tensor:
+    """Dequantise a weight. # -> [...]"""
+    found: Tensor = weight if isinstance(weight, Tensor) else weight.dense()
+    return found
 
 
 def _converted(
@@ -135,7 +175,7 @@ def weights_bytes(folder: Path) -> bytes:
     form = form_of(folder)
     if form is None:
         return (folder / checkpoint.WEIGHTS_FILE).read_bytes()
-    tensors = sorted(read_tensors(folder, form).items())
+    tensors = sorted((name, _dense(value)) for name, value in read_tensors(folder, form).items())
     return b"".join(name.encode() + value.flatten().view(torch.uint8).numpy().tobytes() for name, value in tensors)
 
 
@@ -143,6 +183,8 @@ def read_tensors(folder: Path, form: PublishedForm) -> dict[str, Tensor]:
     """Read the drafter's tensors from all .safetensors files, or else from all .bin files, without executing pickled
     code. Raises DrafterError. # -> [...] each"""
     found, described = dict[str, Tensor](), _described(folder)
+    if folder.suffix in FILES:
+        return FILES[folder.suffix](folder).tensors(form.prefix(described))
     with checkpoint.refusing(folder, "its weights cannot be read", OSError, SafetensorError, RuntimeError):
         for file in sorted(folder.glob("*.safetensors")):
             with safe_open(file, framework="pt") as stored:
@@ -167,6 +209,8 @@ def _unpickled(file: Path) -> dict[str, Tensor]:
 
 def _described(folder: Path) -> Described:
     """Read a folder's `config.json`. Raises OSError, and ValueError if it is not a JSON object."""
+    if folder.suffix in FILES:
+        return FILES[folder.suffix](folder).described
     described: Any = json.loads((folder / CONFIG_FILE).read_text())
     if not isinstance(described, dict):
         raise ValueError("not a JSON object")

@@ -16,7 +16,7 @@ from service import __version__
 from service.api.connections import listen
 from service.assembly import NO_KERNELS, check_writable, device_of, dtype_of, limits_of
 from service.config import GIB, ServiceConfig
-from service.drafter import choose_drafter, drafter_needs
+from service.drafter import choose_drafter, drafter_needs, source_of
 from service.engine.checks import VERIFIED, text_bytes
 from service.engine.ends import names_of_ends
 from service.engine.gguf_reader import part_paths
@@ -117,7 +117,7 @@ def _memory(config: ServiceConfig) -> str:
         return f"{free / GIB:.1f} of {total / GIB:.1f} GiB of the GPU are free"
     name, folder = choose_drafter(config, starts=True)
     drafter = config.drafter_path if "model" in drafter_needs(name) else folder
-    loaded = (str(path) for path in (config.model_source, drafter) if path is not None)
+    loaded = {source_of(config)} | ({str(drafter)} if drafter is not None else set())  # a target may hold its drafter
     text = _target(config).config.get_text_config()
     limits = limits_of(config, text.max_position_embeddings)
     shape = KVShape(kv_layers(text), dtype_of(config, device))

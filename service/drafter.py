@@ -23,6 +23,7 @@ from drafters.decision import RegretLedger
 from drafters.kinds import Need, Parts
 from drafters.network import checkpoint
 from drafters.network.checkpoint import DrafterError, weights_of
+from drafters.network.config import DrafterConfig
 from drafters.network.model import SpecBlock
 from drafters.network.served import ServingNetwork
 from drafters.protocol import Drafter, DraftingSizes, Observer
@@ -127,14 +128,21 @@ def shipped_folder(model_name: str) -> Path | None:
 
 
 def _folder_of_target(config: ServiceConfig) -> Path | None:
-    """Return the target's own folder if it has been downloaded and a drafter was published in it, otherwise None."""
+    """Return the target's own folder or GGUF file, if it is here and a drafter was published in it, otherwise None."""
+    path = Path(config.model_source).expanduser()
+    if path.suffix in published.FILES:
+        return _if_published(path.resolve() if path.is_file() else None)
     try:
         found = cached_file(
             config.model_source, checkpoint.CONFIG_FILE, revision=config.revision, local_files_only=True
         )
     except (OSError, ValueError):
         return None  # loading the model reports why
-    folder = None if found is None else Path(found).parent
+    return _if_published(None if found is None else Path(found).parent)
+
+
+def _if_published(folder: Path | None) -> Path | None:
+    """Return a target's folder or file if a drafter was published in it, otherwise None."""
     published_here = folder is not None and published.form_of(folder) is not None
     return folder if published_here and _kind_in(folder) in OF_TARGETS else None
 
@@ -193,29 +201,36 @@ class LoadedDrafter:
     """Trained drafter, or initial drafter of a target, ready to serve. Its weights may be replaced while it serves."""
 
     serving: TrainedWeights
-    weights: Mapping[str, Tensor]  # parameters by name, as loaded
+    weights: Mapping[str, Any]  # parameters by name, as loaded; quantised ones cannot learn
     made: bool = True  # False: it drafts nothing before its weights have been trained on served queries
     given: Mapping[str, Tensor] | None = None  # weights of a drafter for another target, which may fit this one
 
 
-def load_drafter(folder: Path | None, loaded: LoadedModel, *, blocks: int) -> LoadedDrafter | None:
+def load_drafter(
+    folder: Path | None, loaded: LoadedModel, *, blocks: int, learns: bool = False
+) -> LoadedDrafter | None:
     """Load the drafter of a folder on the target's device, in the target's dtype. If the target has an initial drafter,
-    wrap that one instead, with the folder's weights as a candidate. Returns None if there is neither. Raises
-    StartupError."""
+    wrap that one instead, with the folder's weights as a candidate. Quantised blocks of a GGUF file stay as they are,
+    as those of the target do, unless the drafter `learns`. Returns None if there is neither. Raises StartupError."""
     initial = loaded.initial_drafter
     try:
-        given = _given(folder, loaded) if initial is not None and folder is not None else None
-        model = load_network(folder, loaded) if initial is None and folder is not None else initial
+        if initial is not None:
+            given = None if folder is None else _given(folder, loaded)
+            serving = replace(_serving(initial.config, weights_of(initial), loaded, blocks), ready=lambda: False)
+            return LoadedDrafter(serving, weights_of(initial), made=False, given=given)
+        if folder is None:
+            return None
+        if folder.suffix in published.FILES and loaded.in_blocks and not learns:
+            config, weights = published.load_blocks(folder, loaded.parts, dtype=loaded.model.dtype)
+        else:
+            model = load_network(folder, loaded)
+            config, weights = model.config, weights_of(model)
     except DrafterError as error:
         raise StartupError(str(error)) from error
-    if model is None:
-        return None
-    serving = _serving(model, loaded, blocks)
-    if initial is not None:
-        return LoadedDrafter(replace(serving, ready=lambda: False), weights_of(model), made=False, given=given)
-    shape = model.config.kind, serving.blocks, model.config.block_size
+    serving = _serving(config, weights, loaded, blocks)
+    shape = config.kind, serving.blocks, config.block_size
     logger.info("loaded drafter %s: %s, %d blocks of %d positions", folder, *shape)
-    return LoadedDrafter(serving, weights_of(model))
+    return LoadedDrafter(serving, weights)
 
 
 def load_network(folder: Path, loaded: LoadedModel) -> SpecBlock:
@@ -230,10 +245,10 @@ def _given(folder: Path, loaded: LoadedModel) -> Mapping[str, Tensor]:
     return weights_of(checkpoint.load(folder, parts, dtype=dtype, device=device))
 
 
-def _serving(model: SpecBlock, loaded: LoadedModel, blocks: int) -> TrainedWeights:
-    weights, in_8_bits = weights_of(model), loaded.is_quantised
-    network = ServingNetwork(model.config, weights, in_8_bits=in_8_bits, in_place=model.d2t.is_cuda)
-    return TrainedWeights(network, Embedding(loaded.parts.table), blocks=model.config.blocks(blocks))
+def _serving(config: DrafterConfig, weights: Mapping[str, Any], loaded: LoadedModel, blocks: int) -> TrainedWeights:
+    in_place = weights[checkpoint.VOCABULARY].is_cuda
+    network = ServingNetwork(config, weights, in_8_bits=loaded.is_quantised, in_place=in_place)
+    return TrainedWeights(network, Embedding(loaded.parts.table), blocks=config.blocks(blocks))
 
 
 @dataclass(frozen=True, slots=True)

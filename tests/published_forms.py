@@ -5,13 +5,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from gguf import GGMLQuantizationType as Kind
+from gguf import quantize
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
 
 from drafters.network.checkpoint import TargetParts
 from service.engine.weights import completed
+from tests.conformance.gguf_writer import Contents, contents, stored_as
+from tests.conformance.vocabularies import tiny_byte_pairs
 from tests.tiny_models import stock, tiny_model
 
 HIDDEN, VOCAB = 48, 320
@@ -92,19 +96,55 @@ WITH_MODULES: dict[str, dict[str, object]] = {
 """Families of targets with a module, and their options."""
 
 
-def with_module(folder: Path, family: str) -> Path:
-    """A target with a module, of which the layer is like the target's last one."""
-    sizes: dict[str, Any] = {"head_dim": 16, **WITH_MODULES[family]}
+def with_module(folder: Path, family: str, **others: Any) -> Path:
+    """A target with a module, of which the layer is like the target's last one; `others`: options of its config."""
+    sizes: dict[str, Any] = {"head_dim": 16, **WITH_MODULES[family], **others}
     last = f"model.layers.{LAYERS - 1}."
     layer = load_file(tiny_model(family, folder, seed=1, **sizes) / "model.safetensors")
     prefix, inner, parts = "mtp.", "layers.0.", ("fc", "pre_fc_norm_hidden", "pre_fc_norm_embedding", "norm")
     if family == "glm4_moe":
         prefix, inner, parts = f"model.layers.{LAYERS}.", "", ("eh_proj", "hnorm", "enorm", "shared_head.norm")
-    shapes = {f"{prefix}{part}.weight": (HIDDEN, 2 * HIDDEN)[: 1 + (part == parts[0])] for part in parts}
+    hidden: int = sizes.get("hidden_size", HIDDEN)
+    shapes = {f"{prefix}{part}.weight": (hidden, 2 * hidden)[: 1 + (part == parts[0])] for part in parts}
     own = {f"{prefix}{inner}{name.removeprefix(last)}": layer[name] for name in layer if name.startswith(last)}
     file = tiny_model(family, folder, **sizes) / "model.safetensors"
     save_file({**load_file(file), **own, **drawn(shapes, seed=3)}, file, metadata={"format": "pt"})
     return folder
+
+
+_FILES = {"glm4_moe": "glm4moe", "qwen3_5_text": "qwen35", "qwen3_5_moe_text": "qwen35moe", "qwen3_next": "qwen3next"}
+IN_BLOCKS: dict[str, Any] = {
+    **dict.fromkeys(("hidden_size", "intermediate_size"), 256),
+    **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), 128),
+    "head_dim": 64,
+}
+"""Options under which every matrix can have blocks of 256 columns."""
+EXPERTS_IN_BLOCKS = IN_BLOCKS | dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 256)
+"""The same with experts."""
+
+
+def file_with_module(folder: Path, family: str, kind: Kind, **others: Any) -> Contents:
+    """The same target as a GGUF file: the module is the block after the last layer. The folder stays."""
+    target, arch = stock(with_module(folder, family, **others)), _FILES[family]
+    stored = load_file(folder / "model.safetensors")
+    sizes: dict[str, Any] = {"head_dim": 16, **WITH_MODULES[family], **others}
+    other = stock(tiny_model(family, folder / "other", seed=1, **sizes)).state_dict()
+    last, after = f"model.layers.{LAYERS - 1}.", f"model.layers.{LAYERS}."
+    kinds = getattr(target.config, "layer_types", None)
+    changes = {"num_hidden_layers": LAYERS + 1, **({"layer_types": [*kinds, "full_attention"]} if kinds else {})}
+    config = type(target.config).from_dict({**target.config.to_dict(), **changes})
+    deeper = AutoModelForCausalLM.from_config(config)
+    layer = {name.replace(last, after): value for name, value in other.items() if name.startswith(last)}
+    deeper.load_state_dict({**target.state_dict(), **layer})
+    found = contents(deeper, arch, kind, tiny_byte_pairs())
+    prefix, names = "mtp.", ("fc", "pre_fc_norm_hidden", "pre_fc_norm_embedding", "norm")
+    if family == "glm4_moe":
+        prefix, names = after, ("eh_proj", "hnorm", "enorm", "shared_head.norm")
+    for theirs, ours in zip(("eh_proj", "hnorm", "enorm", "shared_head_norm"), names, strict=True):
+        name, value = f"blk.{LAYERS}.nextn.{theirs}.weight", stored[f"{prefix}{ours}.weight"].float().numpy()
+        found.tensors[name] = stored_as(name, value, config, arch, kind, quantize)
+    count = {f"{arch}.nextn_predict_layers": 1} | ({f"{arch}.full_attention_interval": LAYERS} if kinds else {})
+    return Contents(found.keys | count, found.tensors)
 
 
 def parts_of(oracle: PreTrainedModel) -> TargetParts:

@@ -3,6 +3,7 @@ Legend: rows = entries of all sequences of a forward, hidden, taps, block = K, d
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -114,17 +115,17 @@ class ServingNetwork:
     def __init__(
         self,
         config: DrafterConfig,
-        weights: Mapping[str, Tensor],
+        weights: Mapping[str, Any],
         *,
         in_8_bits: bool = False,
         in_place: bool = False,
     ) -> None:
-        """`weights` by the names of `checkpoint.weights_of`; they must not change afterwards. `in_place`: later weights
-        overwrite these tensors, because captured graphs use their addresses; `in_8_bits`: products run in 8 bits."""
+        """`weights` by the names of `checkpoint.weights_of`, of which matrices may be quantised; they must not change
+        afterwards. `in_place`: later weights overwrite these tensors, because captured graphs use their addresses;
+        `in_8_bits`: products run in 8 bits."""
         self.structure: Structure = config.structure()
         self.config, self.traits = config, config.traits
-        head = weights["lm_head.weight"]
-        self.dtype, self.device = head.dtype, head.device
+        self.dtype, self.device = weights["decoder.norm.weight"].dtype, weights[VOCABULARY].device
         self.ops = ops.on(self.device).in_8_bits() if in_8_bits else ops.on(self.device)
         self.d2t = torch.zeros(config.draft_vocab_size, dtype=torch.int64, device=self.device)
         self.t2d = torch.zeros(config.target_vocab_size, dtype=torch.int64, device=self.device)
@@ -155,7 +156,7 @@ class ServingNetwork:
 
         return write
 
-    def _plan(self, weights: Mapping[str, Tensor]) -> tuple[_Planned, list[Tensor]]:
+    def _plan(self, weights: Mapping[str, Any]) -> tuple[_Planned, list[Tensor]]:
         planner = WeightPlanner(weights, self.ops, self._in_place)
         return _Planned(self.structure, planner), planner.kept
 

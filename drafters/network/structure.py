@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from drafters.network.config import DrafterConfig
 from drafters.network.layers import DrafterDecoder, Input, LayerShape
 from kernels.decoder_layer import DecoderLayer, RowPlaces
-from kernels.experts import Experts
-from kernels.layers import Product
+from kernels.experts import Experts, StackedWeight
+from kernels.layers import Product, Weight
 from kernels.ops import Ops
 
 ServedInput = Callable[[Tensor, Tensor], Tensor]
@@ -78,13 +78,15 @@ class WeightPlanner:
     """Binds weights to the ops of their device. `kept` lists the tensors that the ops read, in order, if `copies` is
     set: copies that later weights overwrite in place."""
 
-    weights: Mapping[str, Tensor]
+    weights: Mapping[str, Any]  # tensors, or `QuantisedWeight` and `QuantisedStack`
     ops: Ops
     copies: bool
     kept: list[Tensor] = field(default_factory=list)
 
-    def tensor(self, value: Tensor) -> Tensor:
-        """Return the tensor that the ops will read. # value [...] -> [...]"""
+    def tensor(self, value: Any) -> Any:
+        """Return the tensor, or the quantised weight, that the ops will read. # value [...] -> [...]"""
+        if not isinstance(value, Tensor):
+            return value
         value = value.detach()
         if self.copies:
             value = value.clone()
@@ -95,11 +97,11 @@ class WeightPlanner:
         """Return the RMS norm with the weight of that name."""
         return ServedNorm(self.tensor(self.weights[name]), epsilon, self.ops)
 
-    def product(self, weight: Tensor, bias: Tensor | None = None) -> Product:
+    def product(self, weight: Weight, bias: Tensor | None = None) -> Product:
         """Return the matrix product with a weight. # weight [out, in], bias [out]"""
         return self.ops.plan_linear(self.tensor(weight), None if bias is None else self.tensor(bias))
 
-    def _experts(self, gate_up: Tensor, down: Tensor, *others: Any) -> Experts:
+    def _experts(self, gate_up: StackedWeight, down: StackedWeight, *others: Any) -> Experts:
         """Plan the op of that name. # gate_up [experts, 2 * width, in], down [experts, out, width]"""
         return self.ops.plan_experts(self.tensor(gate_up), self.tensor(down), *others)
 
@@ -107,9 +109,10 @@ class WeightPlanner:
         """Return decoder layer `number`. `window`: number of previous entries to which it attends."""
         prefix = f"decoder.layers.{number}."
         own = {name.removeprefix(prefix): value for name, value in self.weights.items() if name.startswith(prefix)}
-        vectors = {name for name, value in own.items() if value.dim() == 1 and not name.endswith(".bias")}
+        vectors = {name for name, value in own.items() if len(value.shape) == 1 and not name.endswith(".bias")}
+        plain = replace(self, copies=False)
         return DecoderLayer.of(
-            {name: self.tensor(value) if name in vectors else value.detach() for name, value in own.items()},
+            {name: (self if name in vectors else plain).tensor(value) for name, value in own.items()},
             Ops(**{**vars(self.ops), "plan_linear": self.product, "plan_experts": self._experts}),
             replace(shape.spec, mixer=replace(shape.spec.attention, window=window)),
             epsilon=shape.epsilon,

@@ -131,7 +131,7 @@ def _config(described: Described, tensors: Tensors, target: TargetParts) -> MTPC
     )
 
 
-def _weights(tensors: dict[str, Tensor], config: DrafterConfig, target: TargetParts) -> dict[str, Tensor]:
+def _weights(tensors: dict[str, Any], config: DrafterConfig, target: TargetParts) -> dict[str, Any]:
     """Return the weights: the condition is the tapped state itself, and position queries are 0."""
     hidden = config.hidden_size
     if config.target["model_type"] in _QWEN:
@@ -150,7 +150,7 @@ def _weights(tensors: dict[str, Tensor], config: DrafterConfig, target: TargetPa
         "input_layer.position_queries": torch.zeros(1, hidden),
         "input_layer.query_norm.weight": torch.ones(hidden),
         "input_layer.fuse.weight": torch.cat([joined, joined.new_zeros(hidden, hidden)], dim=1),
-        HEAD: target.embedding if head is None else head,
+        HEAD: target.table if head is None else head,
         VOCABULARY: torch.arange(config.draft_vocab_size),
     }
 

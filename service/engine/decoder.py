@@ -20,17 +20,15 @@ from kernels.layers import QuantisedWeight, RunLayers, Weight, look_up
 from kernels.ops import REFERENCE, Ops
 from kernels.recurrence import StateRows
 from kernels.rows import ExtendRows
-from kernels.specs import LayerSpec, ModelSpec, QueryScaling
+from kernels.specs import ModelSpec, QueryScaling
 from kernels.tree_attention import KVRows
 from service.engine.kv_pool import KVPool, Plan
 from service.engine.modules import (
-    EXPERT_WEIGHTS,
     LayerForms,
     ModuleLayers,
     decoder_layers,
-    expert_weights,
-    is_experts,
     last_norm,
+    layer_weights,
     matrix_of,
     replace_linears,
     weights_of,
@@ -191,7 +189,8 @@ def layers_of(model: PreTrainedModel, pool: KVPool, ops: Ops, tap_layers: Sequen
         agree = partial(_agree, epsilon=_epsilon(model), routed=any(layer.feed_forward.router for layer in spec.layers))
         _refuse_other_options(spec, recorded.forms)
         # The reference in plain torch needs no second copy of all weights.
-        layers = (_layer_of(module, own, spec, REFERENCE) for module, own in zip(stack, spec.layers, strict=True))
+        pairs = zip(map(layer_weights, stack), spec.layers, strict=True)
+        layers = (DecoderLayer.of(weights, REFERENCE, own, epsilon=spec.epsilon) for weights, own in pairs)
         _refuse_difference(FusedDecoder(model, spec, (), REFERENCE, device), layers, trial, recorded, agree)
     except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:  # other modules, options, widths
         if trial.states is not None:
@@ -201,7 +200,7 @@ def layers_of(model: PreTrainedModel, pool: KVPool, ops: Ops, tap_layers: Sequen
         return ModuleLayers(model, tap_layers)
     planned = list[DecoderLayer]()
     for own in spec.layers:
-        planned.append(_layer_of(stack[0], own, spec, ops))
+        planned.append(DecoderLayer.of(layer_weights(stack[0]), ops, own, epsilon=spec.epsilon))
         del stack[0]  # keeps the weights of at most one layer in memory twice
     decoder = FusedDecoder(model, spec, planned, ops, device, tap_layers)
     model.set_output_embeddings(nn.Identity())
@@ -305,17 +304,6 @@ def _refuse_difference(
         raise ValueError("the embedding is not a plain table")
     if not agree(decoder.logits(calls[-1].output.clone(), None, trial.logit_rows), logits, logits):
         raise ValueError("the last layer is followed by more than a norm and a head")
-
-
-def _layer_of(module: nn.Module, own: LayerSpec, spec: ModelSpec, ops: Ops) -> DecoderLayer:
-    """Build a layer of ops with the module's weights. Raises ValueError if these are not what the record says."""
-    weights = {**weights_of(module), **dict(module.named_buffers())}
-    for place, experts in module.named_modules():
-        if is_experts(experts):
-            *found, _ = expert_weights(experts)
-            named = zip(EXPERT_WEIGHTS, found, strict=True)
-            weights |= {f"{place}.{name}": weight for name, weight in named if weight is not None}
-    return DecoderLayer.of(weights, ops, own, epsilon=spec.epsilon)
 
 
 def _epsilon(model: PreTrainedModel) -> float:

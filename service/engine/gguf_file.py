@@ -1,9 +1,14 @@
-"""Loads models from GGUF files. Quantised matrices keep their blocks or are dequantised to the model's dtype."""
+"""Loads models from GGUF files, and drafters that files of targets hold. Quantised matrices keep their blocks or are
+dequantised to the model's dtype."""
 
 import logging
 from collections import Counter
 from collections.abc import Collection
+from dataclasses import replace
+from functools import lru_cache, partial
 from math import prod
+from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate import init_empty_weights  # type: ignore[import-untyped]
@@ -12,12 +17,14 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
+from drafters.folders import FILES, DrafterInFile
+from drafters.network.checkpoint import HEAD, DrafterError
 from kernels.experts import QuantisedStack
 from kernels.layers import QuantisedWeight
 from service.engine.gguf_blocks import PLAIN, dense, kept, numbers
-from service.engine.gguf_config import LONG_FACTORS, ROPE_FACTORS, architecture_of
+from service.engine.gguf_config import LONG_FACTORS, ROPE_FACTORS, architecture_of, config_of
 from service.engine.gguf_families import Architecture
-from service.engine.gguf_reader import GGUFFile, GGUFTensor
+from service.engine.gguf_reader import GGUFFile, GGUFTensor, open_gguf
 from service.engine.gguf_recurrent import tensors_of
 from service.engine.modules import (
     STACKS,
@@ -26,17 +33,32 @@ from service.engine.modules import (
     QuantisedLinear,
     decoder_layers,
     is_experts,
+    layer_weights,
 )
 from service.errors import StartupError
 
 logger = logging.getLogger(__name__)
 
+_OUTSIDE = ("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight")
+"""Weights of a model outside of its layers."""
+_MODULE = {"eh_proj": "eh_proj", "enorm": "enorm", "hnorm": "hnorm", "shared_head_norm": "shared_head.norm"}
+"""What a multi-token prediction module has beside a layer, by llama.cpp's names and by those of safetensors."""
+_COPIES = ("embed_tokens", "shared_head_head")
+"""What files may also hold of it: copies of the target's embedding and head, which are not read."""
+
 
 def load_gguf(
-    file: GGUFFile, config: PreTrainedConfig, dtype: torch.dtype, attention: str, *, in_blocks: bool
+    file: GGUFFile,
+    config: PreTrainedConfig,
+    dtype: torch.dtype,
+    attention: str,
+    *,
+    in_blocks: bool,
+    without: Collection[str] = (),
 ) -> PreTrainedModel:
     """Load a model to the CPU in `dtype`. `in_blocks`: keep quantised matrices as `QuantisedWeight`, and all other
-    weights in float32, as llama.cpp does. Raises StartupError for missing or unknown tensors and wrong shapes."""
+    weights in float32, as llama.cpp does; `without`: names of weights that may be missing, and are not to be used.
+    Raises StartupError for missing or unknown tensors and wrong shapes."""
     if in_blocks:
         dtype = torch.float32
     with no_init_weights(), init_empty_weights(include_buffers=False):
@@ -56,7 +78,8 @@ def load_gguf(
     if config.tie_word_embeddings:
         _tie(model)
     named = {ours: theirs for theirs, ours in places.items()}
-    missing = [named.get(name, name) for name, value in model.named_parameters() if value.is_meta]
+    empty = (name for name, value in model.named_parameters() if value.is_meta and name not in without)
+    missing = [named.get(name, name) for name in empty]
     missing += [named[name] for name, _ in model.named_buffers() if name in named and named[name] not in file.tensors]
     if missing:
         raise StartupError(
@@ -182,7 +205,7 @@ def _as_transformers_has_it(
     """Convert a tensor to transformers' layout: norm weights without the added 1, rotary pairs as two halves of each
     head."""
     module = name.split(".")[-2] if "." in name else name
-    if architecture.norms_plus_one and module.endswith("_norm") and module != "ssm_norm":
+    if architecture.norms_plus_one and module.endswith("norm") and module != "ssm_norm":
         return GGUFTensor(tensor.shape, GGMLQuantizationType.F32, dequantize(tensor.data, tensor.kind) - 1)
     if architecture.pairs_adjacent and module in ("attn_q", "attn_k"):
         heads = config.num_attention_heads if module == "attn_q" else config.num_key_value_heads
@@ -229,3 +252,54 @@ def _tie(model: PreTrainedModel) -> None:
         model.set_output_embeddings(QuantisedLinear(embedding.weight, None))
     else:
         model.tie_weights()
+
+
+def drafter_in(path: Path) -> DrafterInFile:
+    """Open the multi-token prediction module in a target's file, which llama.cpp's converter writes as the block after
+    the last layer (conversion/qwen.py, glm.py). Without such tensors there is none, as llama.cpp does with files that
+    only count it. Raises StartupError for damaged and unsupported files."""
+    return _drafter_in(path, path.stat().st_mtime_ns)
+
+
+@lru_cache(maxsize=1)  # a start asks several times, and a header with a vocabulary takes a while
+def _drafter_in(path: Path, changed: int) -> DrafterInFile:
+    file = open_gguf(path)
+    if not file.fields.get(f"{file.architecture}.nextn_predict_layers"):
+        return DrafterInFile({}, lambda prefix: {})
+    config = config_of(file)
+    if not any(name.startswith(f"blk.{config.num_hidden_layers}.nextn.") for name in file.tensors):
+        logger.info("%s: nextn_predict_layers counts a module that drafts, but its tensors were left out", path.name)
+        return DrafterInFile({}, lambda prefix: {})
+    return DrafterInFile(config.to_dict(), partial(_module_in, file, config))
+
+
+def _module_in(file: GGUFFile, config: PreTrainedConfig, prefix: str) -> dict[str, Any]:
+    """Read a module's weights by the names of GLM's module, which begin with `prefix`, and the target's output norm and
+    head. Raises DrafterError. # -> [...] each"""
+    block = f"blk.{config.num_hidden_layers}."
+    layer = {name.replace(block, "blk.0."): tensor for name, tensor in file.tensors.items() if name.startswith(block)}
+    outside = {f"{prefix}{ours}.weight": f"{block}nextn.{theirs}.weight" for theirs, ours in _MODULE.items()}
+    outside |= {"model.norm.weight": "output_norm.weight", HEAD: "output.weight"}
+    known = {*outside.values(), *(f"{block}nextn.{name}.weight" for name in _COPIES)}
+    if missing := sorted(outside.values() - file.tensors.keys() - {"output.weight"}):
+        raise DrafterError(f"{file.path.name}: tensor {missing[0]!r} of the module that drafts is missing")
+    if unknown := [name for name in file.tensors if name.startswith(f"{block}nextn.") and name not in known]:
+        raise DrafterError(f"{file.path.name}: tensor {unknown[0]!r} of the module that drafts is not known")
+    one = {"num_hidden_layers": 1, "layer_types": ["full_attention"], "first_k_dense_replace": 0, "num_mtp_layers": 0}
+    single = type(config).from_dict({**config.to_dict(), **one, "tie_word_embeddings": False})
+    own = replace(file, tensors={name: tensor for name, tensor in layer.items() if ".nextn." not in name})
+    try:
+        model = load_gguf(own, single, torch.float32, "eager", in_blocks=True, without=_OUTSIDE)
+        found = {f"{prefix}{name}": value for name, value in layer_weights(decoder_layers(model)[0]).items()}
+        for ours, theirs in outside.items():
+            if theirs in file.tensors:
+                tensor = _as_transformers_has_it(file.tensors[theirs], theirs, config, architecture_of(file))
+                blocks, given = ours == HEAD and tensor.kind not in PLAIN, (tensor.data, tensor.kind, torch.float32)
+                found[ours] = kept(*given)[0] if blocks else dense(tensor, torch.float32)
+    except (NotImplementedError, ValueError, RuntimeError, StartupError) as error:
+        raise DrafterError(f"the module that drafts: {str(error).replace('blk.0.', block)}") from error
+    file.give_back()
+    return found
+
+
+FILES[".gguf"] = drafter_in

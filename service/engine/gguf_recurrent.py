@@ -170,7 +170,7 @@ class _FileLayout:
             tensor = GGUFTensor(tensor.shape, GGMLQuantizationType.F32, np.log(-decays))
         if name == "ssm_norm":  # Mamba-2's are apart by groups
             tensor = tensor._replace(shape=(tensor.data.size,), data=tensor.data.reshape(-1))
-        if not self._turned:
+        if not self._turned or self._heads[0] == self._heads[1]:
             return tensor
         if name == "ssm_out":
             return tensor._replace(columns=self._value_order(self._dims[1]))

@@ -271,6 +271,18 @@ def expert_weights(module: nn.Module) -> ExpertWeights:
     return (*map(of, EXPERT_WEIGHTS), gate)
 
 
+def layer_weights(layer: nn.Module) -> dict[str, Any]:
+    """Collect all weights of a decoder layer by transformers' names, those of experts as `plan_experts` takes them.
+    Raises ValueError for experts with another feed-forward."""
+    weights: dict[str, Any] = {**weights_of(layer), **dict(layer.named_buffers())}
+    for place, experts in layer.named_modules():
+        if is_experts(experts):
+            *found, _ = expert_weights(experts)
+            named = zip(EXPERT_WEIGHTS, found, strict=True)
+            weights |= {f"{place}.{name}": weight for name, weight in named if weight is not None}
+    return weights
+
+
 def is_experts(module: nn.Module) -> bool:
     """Whether a module holds the weights of a layer's experts, in transformers' form or in ours."""
     return isinstance(module, QuantisedExperts) or getattr(getattr(module, STACKS[0], None), "ndim", 0) == 3

@@ -300,7 +300,7 @@ class _EngineHooks:
 
 def _own_drafter(assembly: Assembly) -> LoadedDrafter:
     """Load a second copy of the drafter, whose weights learning replaces. Raises StartupError if it has no weights."""
-    found = load_drafter(assembly.drafter_folder, assembly.loaded, blocks=assembly.config.draft_blocks)
+    found = load_drafter(assembly.drafter_folder, assembly.loaded, blocks=assembly.config.draft_blocks, learns=True)
     if found is None:
         raise StartupError(
             f"drafter {assembly.drafter_name} has nothing to learn: set drafter to specblock or memory+specblock with "
@@ -329,7 +329,8 @@ def learning_folder(state_dir: Path, loaded: LoadedModel, drafter: Path | None) 
         assert loaded.initial_drafter is not None, "nothing learns"
         digest.update(loaded.initial_drafter.config.as_json.encode())
     else:
-        digest.update((drafter / checkpoint.CONFIG_FILE).read_bytes())
+        if drafter.is_dir():  # or else in a file of its target
+            digest.update((drafter / checkpoint.CONFIG_FILE).read_bytes())
         digest.update(published.weights_bytes(drafter))
     return state_dir / "adaptation" / f"{loaded.parts.identity}-{digest.hexdigest()[:_HASH_LENGTH]}"
 

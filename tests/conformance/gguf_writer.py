@@ -60,7 +60,7 @@ def contents(
     tensors = dict[str, tuple[Array, Kind]]()
     state = {name: weight.detach().numpy() for name, weight in model.state_dict().items()}
     for gguf_name, (name, view) in _places(model, arch).items():
-        tensors[gguf_name] = _stored(gguf_name, view(state[name]), model.config, arch, kind, by)
+        tensors[gguf_name] = stored_as(gguf_name, view(state[name]), model.config, arch, kind, by)
     for name, factors in _rope_factors(model.config).items():
         tensors[name] = np.asarray(factors, np.float32), Kind.F32
     described = {f"{arch}.{key}": value for key, value in _metadata(model.config, arch).items() if value is not None}
@@ -128,9 +128,10 @@ def _of_experts(name: str, config: PreTrainedConfig) -> dict[str, View]:
     return gate | {f"blk.{layer}.ffn_up_exps.{kind}": lambda weight: rows(weight)[:, half(rows(weight), 1)]}
 
 
-def _stored(
+def stored_as(
     name: str, data: Array, config: PreTrainedConfig, arch: str, kind: Kind, by: Quantise
 ) -> tuple[Array, Kind]:
+    """Return a tensor as the converter writes it, a matrix quantised to this type."""
     if name.endswith("ssm_a"):
         data = -np.exp(data)
     if data.ndim == 1 or name.endswith(_WHOLE):

@@ -5,11 +5,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from gguf import GGMLQuantizationType as Kind
 
 from service.assembly import Assembly, assemble
 from service.errors import StartupError
 from service.learning.learnt import described
-from tests.published_forms import deep_target, dflash, dflash_target, eagle3, mimo, with_module
+from tests.published_forms import (
+    EXPERTS_IN_BLOCKS,
+    IN_BLOCKS,
+    deep_target,
+    dflash,
+    dflash_target,
+    eagle3,
+    file_with_module,
+    mimo,
+    with_module,
+)
 from tests.published_specblock import specblock
 from tests.service.bench.parts import settings_for
 from tests.service.learning_parts import assert_learns, requests, texts
@@ -29,6 +40,9 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
         "mtp": (mimo(place / "mimo"), None),
         "mtp of experts": (with_module(place / "glm", "glm4_moe"), None),
         "mtp with gates": (with_module(place / "gates", "qwen3_5_text"), None),
+        "mtp in a file": (file(place / "file", "glm4_moe", Kind.F32), None),
+        "mtp in blocks": (file(place / "blocks", "qwen3_5_text", Kind.Q8_0, **IN_BLOCKS), None),
+        "experts in blocks": (file(place / "sparse", "qwen3_5_moe_text", Kind.Q5_1, **EXPERTS_IN_BLOCKS), None),
         "dflash": (qwen, dflash(place / "dflash")),
         "jetspec": (qwen, dflash(place / "jetspec", causal=True)),
         "eagle3": (llama, eagle3(place / "eagle3")),
@@ -36,8 +50,15 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
     }
 
 
+def file(folder: Path, family: str, kind: Kind, **sizes: object) -> Path:
+    return file_with_module(folder, family, kind, **sizes).write(folder / "a.gguf")
+
+
 def assembled(target: Path, drafter: str, **changes: object) -> Assembly:
-    return assemble(settings_for(target).model_copy(update={"drafter": drafter, "budget_policy": "fixed", **changes}))
+    """A file's matrices stay in blocks."""
+    others = {"load_dtype": "auto", "state_dir": target.parent / "state"} if target.suffix == ".gguf" else {}
+    changes = {"drafter": drafter, "budget_policy": "fixed", **others, **changes}
+    return assemble(settings_for(target).model_copy(update=changes))
 
 
 def asked(temperature: float) -> Any:
@@ -53,11 +74,15 @@ def assert_serves(assembly: Assembly, kind: str) -> None:
         assert engine.drafter.num_blocks > 0
 
 
-@pytest.mark.parametrize("kind", ["mtp", "mtp of experts", "mtp with gates"])
+IN_FILES = ["mtp in a file", "mtp in blocks", "experts in blocks"]
+
+
+@pytest.mark.parametrize("kind", ["mtp", "mtp of experts", "mtp with gates", *IN_FILES])
 def test_a_targets_own_module_drafts_without_a_path(folders: Folders, kind: str) -> None:
     target, _ = folders[kind]
     assembly = assembled(target, "auto")
     assert assembly.drafter_name == "memory+mtp"
+    assert (kind in IN_FILES[1:]) <= assembly.loaded.in_blocks
     assert assembled(target, "mtp").drafter().name == "mtp"
     assert_serves(assembly, "mtp")
 
@@ -84,7 +109,9 @@ def test_such_a_folder_stays_where_it_lies(folders: Folders) -> None:
         described(folder)
 
 
-@pytest.mark.parametrize("kind", ["mtp", "mtp of experts", "mtp with gates", "eagle3", "dflash", "specblock"])
+@pytest.mark.parametrize(
+    "kind", ["mtp", "mtp of experts", "mtp with gates", "mtp in blocks", "eagle3", "dflash", "specblock"]
+)
 def test_it_learns_while_it_serves(folders: Folders, kind: str, tmp_path: Path) -> None:
     target, folder = folders[kind]
     assembly = assembled(target, "auto", drafter_path=folder)
