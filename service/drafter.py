@@ -129,21 +129,15 @@ def shipped_folder(model_name: str) -> Path | None:
 
 def _folder_of_target(config: ServiceConfig) -> Path | None:
     """Return the target's own folder or GGUF file, if it is here and a drafter was published in it, otherwise None."""
-    path = Path(config.model_source).expanduser()
-    if path.suffix in published.FILES:
-        return _if_published(path.resolve() if path.is_file() else None)
-    try:
-        found = cached_file(
-            config.model_source, checkpoint.CONFIG_FILE, revision=config.revision, local_files_only=True
-        )
-    except (OSError, ValueError):
-        return None  # loading the model reports why
-    return _if_published(None if found is None else Path(found).parent)
-
-
-def _if_published(folder: Path | None) -> Path | None:
-    """Return a target's folder or file if a drafter was published in it, otherwise None."""
-    published_here = folder is not None and published.form_of(folder) is not None
+    folder: Path | None = Path(config.model_source).expanduser()
+    if folder is not None and folder.suffix not in published.FILES:
+        try:
+            source, revision = config.model_source, config.revision
+            found = cached_file(source, checkpoint.CONFIG_FILE, revision=revision, local_files_only=True)
+        except (OSError, ValueError):
+            return None  # loading the model reports why
+        folder = None if found is None else Path(found).parent
+    published_here = folder is not None and folder.exists() and published.form_of(folder) is not None
     return folder if published_here and _kind_in(folder) in OF_TARGETS else None
 
 

@@ -113,21 +113,18 @@ def with_module(folder: Path, family: str, **others: Any) -> Path:
 
 
 _FILES = {"glm4_moe": "glm4moe", "qwen3_5_text": "qwen35", "qwen3_5_moe_text": "qwen35moe", "qwen3_next": "qwen3next"}
-IN_BLOCKS: dict[str, Any] = {
-    **dict.fromkeys(("hidden_size", "intermediate_size"), 256),
-    **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), 128),
-    "head_dim": 64,
-}
-"""Options under which every matrix can have blocks of 256 columns."""
-EXPERTS_IN_BLOCKS = IN_BLOCKS | dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 256)
-"""The same with experts."""
+_WIDE = dict.fromkeys(("hidden_size", "intermediate_size"), 256) | {"head_dim": 64}
+_WIDE |= dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), 128)
+_WIDE_EXPERTS = dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 256)
 
 
-def file_with_module(folder: Path, family: str, kind: Kind, **others: Any) -> Contents:
-    """The same target as a GGUF file: the module is the block after the last layer. The folder stays."""
-    target, arch = stock(with_module(folder, family, **others)), _FILES[family]
-    stored = load_file(folder / "model.safetensors")
-    sizes: dict[str, Any] = {"head_dim": 16, **WITH_MODULES[family], **others}
+def file_with_module(folder: Path, family: str, kind: Kind, *, wide: bool = False) -> Contents:
+    """The same target as a GGUF file: the module is the block after the last layer. The folder stays. `wide`: every
+    matrix can have blocks of 256 columns."""
+    options, arch = WITH_MODULES[family], _FILES[family]
+    others = (_WIDE | (_WIDE_EXPERTS if "moe_intermediate_size" in options else {})) if wide else {}
+    target = stock(with_module(folder, family, **others))
+    stored, sizes = load_file(folder / "model.safetensors"), {"head_dim": 16, **options, **others}
     other = stock(tiny_model(family, folder / "other", seed=1, **sizes)).state_dict()
     last, after = f"model.layers.{LAYERS - 1}.", f"model.layers.{LAYERS}."
     kinds = getattr(target.config, "layer_types", None)

@@ -48,17 +48,11 @@ _COPIES = ("embed_tokens", "shared_head_head")
 
 
 def load_gguf(
-    file: GGUFFile,
-    config: PreTrainedConfig,
-    dtype: torch.dtype,
-    attention: str,
-    *,
-    in_blocks: bool,
-    without: Collection[str] = (),
+    file: GGUFFile, config: PreTrainedConfig, dtype: torch.dtype, attention: str, *, in_blocks: bool, whole: bool = True
 ) -> PreTrainedModel:
     """Load a model to the CPU in `dtype`. `in_blocks`: keep quantised matrices as `QuantisedWeight`, and all other
-    weights in float32, as llama.cpp does; `without`: names of weights that may be missing, and are not to be used.
-    Raises StartupError for missing or unknown tensors and wrong shapes."""
+    weights in float32, as llama.cpp does; not `whole`: embedding, last norm and head may be missing. Raises
+    StartupError for missing or unknown tensors and wrong shapes."""
     if in_blocks:
         dtype = torch.float32
     with no_init_weights(), init_empty_weights(include_buffers=False):
@@ -78,7 +72,7 @@ def load_gguf(
     if config.tie_word_embeddings:
         _tie(model)
     named = {ours: theirs for theirs, ours in places.items()}
-    empty = (name for name, value in model.named_parameters() if value.is_meta and name not in without)
+    empty = (name for name, value in model.named_parameters() if value.is_meta and (whole or name not in _OUTSIDE))
     missing = [named.get(name, name) for name in empty]
     missing += [named[name] for name, _ in model.named_buffers() if name in named and named[name] not in file.tensors]
     if missing:
@@ -254,15 +248,11 @@ def _tie(model: PreTrainedModel) -> None:
         model.tie_weights()
 
 
+@lru_cache(maxsize=1)  # a start asks several times, and a header with a vocabulary takes a while
 def drafter_in(path: Path) -> DrafterInFile:
     """Open the multi-token prediction module in a target's file, which llama.cpp's converter writes as the block after
     the last layer (conversion/qwen.py, glm.py). Without such tensors there is none, as llama.cpp does with files that
     only count it. Raises StartupError for damaged and unsupported files."""
-    return _drafter_in(path, path.stat().st_mtime_ns)
-
-
-@lru_cache(maxsize=1)  # a start asks several times, and a header with a vocabulary takes a while
-def _drafter_in(path: Path, changed: int) -> DrafterInFile:
     file = open_gguf(path)
     if not file.fields.get(f"{file.architecture}.nextn_predict_layers"):
         return DrafterInFile({}, lambda prefix: {})
@@ -289,7 +279,7 @@ def _module_in(file: GGUFFile, config: PreTrainedConfig, prefix: str) -> dict[st
     single = type(config).from_dict({**config.to_dict(), **one, "tie_word_embeddings": False})
     own = replace(file, tensors={name: tensor for name, tensor in layer.items() if ".nextn." not in name})
     try:
-        model = load_gguf(own, single, torch.float32, "eager", in_blocks=True, without=_OUTSIDE)
+        model = load_gguf(own, single, torch.float32, "eager", in_blocks=True, whole=False)
         found = {f"{prefix}{name}": value for name, value in layer_weights(decoder_layers(model)[0]).items()}
         for ours, theirs in outside.items():
             if theirs in file.tensors:

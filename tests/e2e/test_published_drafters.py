@@ -10,17 +10,7 @@ from gguf import GGMLQuantizationType as Kind
 from service.assembly import Assembly, assemble
 from service.errors import StartupError
 from service.learning.learnt import described
-from tests.published_forms import (
-    EXPERTS_IN_BLOCKS,
-    IN_BLOCKS,
-    deep_target,
-    dflash,
-    dflash_target,
-    eagle3,
-    file_with_module,
-    mimo,
-    with_module,
-)
+from tests.published_forms import deep_target, dflash, dflash_target, eagle3, file_with_module, mimo, with_module
 from tests.published_specblock import specblock
 from tests.service.bench.parts import settings_for
 from tests.service.learning_parts import assert_learns, requests, texts
@@ -41,8 +31,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
         "mtp of experts": (with_module(place / "glm", "glm4_moe"), None),
         "mtp with gates": (with_module(place / "gates", "qwen3_5_text"), None),
         "mtp in a file": (file(place / "file", "glm4_moe", Kind.F32), None),
-        "mtp in blocks": (file(place / "blocks", "qwen3_5_text", Kind.Q8_0, **IN_BLOCKS), None),
-        "experts in blocks": (file(place / "sparse", "qwen3_5_moe_text", Kind.Q5_1, **EXPERTS_IN_BLOCKS), None),
+        "mtp in blocks": (file(place / "blocks", "qwen3_5_text", Kind.Q8_0, wide=True), None),
+        "experts in blocks": (file(place / "sparse", "qwen3_5_moe_text", Kind.Q5_1, wide=True), None),
         "dflash": (qwen, dflash(place / "dflash")),
         "jetspec": (qwen, dflash(place / "jetspec", causal=True)),
         "eagle3": (llama, eagle3(place / "eagle3")),
@@ -50,8 +40,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
     }
 
 
-def file(folder: Path, family: str, kind: Kind, **sizes: object) -> Path:
-    return file_with_module(folder, family, kind, **sizes).write(folder / "a.gguf")
+def file(folder: Path, family: str, kind: Kind, *, wide: bool = False) -> Path:
+    return file_with_module(folder, family, kind, wide=wide).write(folder / "a.gguf")
 
 
 def assembled(target: Path, drafter: str, **changes: object) -> Assembly:
