@@ -124,7 +124,7 @@ def file_with_module(folder: Path, family: str, kind: Kind, *, wide: bool = Fals
     options, arch = WITH_MODULES[family], _FILES[family]
     others = (_WIDE | (_WIDE_EXPERTS if "moe_intermediate_size" in options else {})) if wide else {}
     target = stock(with_module(folder, family, **others))
-    stored, sizes = load_file(folder / "model.safetensors"), {"head_dim": 16, **options, **others}
+    stored, sizes = load_file(folder / "model.safetensors"), dict[str, Any]({"head_dim": 16, **options, **others})
     other = stock(tiny_model(family, folder / "other", seed=1, **sizes)).state_dict()
     last, after = f"model.layers.{LAYERS - 1}.", f"model.layers.{LAYERS}."
     kinds = getattr(target.config, "layer_types", None)
