@@ -211,10 +211,16 @@ def engines_of(
 ) -> dict[str, Engine]:
     """Return an engine per policy, with equal shares of the slots and no prefix cache, as prompts repeat.
 
-    Raises StartupError without measured costs, or with too few slots.
+    Raises StartupError without measured costs, with too few slots, or with recurrent layers if there are several.
     """
     if ADAPTIVE in policies and assembly.costs is None:
         raise StartupError("the adaptive policy needs measured costs: set budget_policy to cost")
+    has_states, rows = bool(assembly.loaded.kv_shape.bytes_per_state), assembly.limits.max_sequences
+    if has_states and (len(policies) > 1 or most_sequences > rows):
+        raise StartupError(
+            f"engines that take turns would overwrite each other's states of recurrent layers, of which there are "
+            f"{rows}: measure one policy in each run, and set max_sequences to at least {most_sequences}"
+        )
     share = (assembly.target.pool.num_slots - 1) // len(policies)
     if share < longest + MAX_NODES + 1:
         raise StartupError(

@@ -12,6 +12,7 @@ from benchmarks.load import engines_of, policies_of, row_of
 from service.assembly import Assembly, assemble
 from service.bench.driver import Answer, Run, Span, TimedStep
 from service.bench.experiment import Row
+from service.engine.states import StateShape
 from service.errors import StartupError
 from tests.service.bench.parts import STEP
 
@@ -112,3 +113,11 @@ def test_a_different_text_fails_the_command(
 ) -> None:
     monkeypatch.setattr("benchmarks.load.mismatches", lambda reference, runs: 1)
     assert run("load --prompts", prompt_file, "--requests 1 --max-tokens 2 --concurrency 1")[0] == 1
+
+
+def test_engines_that_take_turns_share_no_states(assembly: Assembly) -> None:
+    loaded = replace(
+        assembly.loaded, kv_shape=replace(assembly.loaded.kv_shape, layers=(StateShape(3, 8, 0, 0, 0, 8),))
+    )
+    with pytest.raises(StartupError, match="measure one policy in each run"):
+        engines_of(replace(assembly, loaded=loaded), policies_of("plain,fixed:8"), 100, 1)
