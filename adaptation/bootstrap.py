@@ -9,10 +9,12 @@ from them.
 
 import copy
 import time
+from collections import deque
 
 import torch
 from torch import Tensor
 
+from adaptation.config import Tuning
 from adaptation.evaluator import Rows
 from adaptation.feedback import TokenCounts
 from adaptation.persistence import LearnerCheckpoint
@@ -40,7 +42,7 @@ class Bootstrap:
         checkpoint: LearnerCheckpoint,
         *,
         enabled: bool,
-        seed: int,
+        tuning: Tuning,
     ) -> None:
         """`rows`: untrained output rows of a vocabulary; `enabled`: solve for the drafter unless it was deployed with
         weights."""
@@ -48,8 +50,9 @@ class Bootstrap:
         self.weights = weights
         self.counts = TokenCounts(drafter.config.target_vocab_size)  # the draft vocabulary is chosen from these
         self._embed, self._rows = drafter.embed, rows
-        self._checkpoint, self._seed = checkpoint, seed
-        self._kept_at = self._keeping_seconds = 0.0
+        self._checkpoint, self._seed = checkpoint, tuning.seed
+        self.waiting: deque[Example] = deque(maxlen=tuning.replay_texts)  # texts to add to the sums
+        self._rests_until = 0.0  # the sums are not stored before
         self._given = drafter.given if self.makes else None
         self._sums = self._no_sums() if self.makes else None
         self.wanted = 0 if self._sums is None else _FIRST * self._sums.known
@@ -136,11 +139,12 @@ class Bootstrap:
         """Store the sums, unless that would take more than its share of the time. Returns whether they were stored.
         Raises AdaptationError."""
         began = time.monotonic()
-        if self._sums is None or not (always or began - self._kept_at > self._keeping_seconds / SHARE):
+        if self._sums is None or not (always or began > self._rests_until):
             return False
-        self._kept_at = began  # set before the attempt, so that a full disk is not tried at every call
-        self._checkpoint.save_tensors("sums", self._sums.tensors(), origin=self.weights.latest.origin)
-        self._keeping_seconds = time.monotonic() - began
+        try:
+            self._checkpoint.save_tensors("sums", self._sums.tensors(), origin=self.weights.latest.origin)
+        finally:  # a full disk is not tried at every call either
+            self._rests_until = began + (time.monotonic() - began) / SHARE
         return True
 
     def state(self) -> State:

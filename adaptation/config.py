@@ -30,9 +30,11 @@ class AdaptationConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, hide_input_in_errors=True)
 
-    enabled: bool = Field(
-        default=False,
-        description="Learn from the traffic that is served. It changes the speed of an answer, never its text.",
+    enabled: bool | Literal["auto"] = Field(
+        default="auto",
+        description="Learn from the traffic that is served. It changes the speed of an answer, never its text. auto: "
+        "if a block of the drafter takes at most 0.15 of a plain step or no drafter serves yet, past answers may be "
+        "kept and there are no api_keys; and only while the machine has idle time.",
     )
     policy: Literal["bandit", "never"] = Field(
         default="bandit",
@@ -99,11 +101,16 @@ class AdaptationConfig(BaseModel):
         first, last = self.epsilon
         if not 0 <= last <= first <= 1:
             raise ValueError("epsilon must be two shares, the second not above the first")
-        if self.redis_url is not None and not self.enabled and self.redis_secret is None:
+        if self.learns_together and not self.enabled:
             raise ValueError(
                 "redis_url is set, but neither enabled, to learn together, nor redis_secret, to share past answers"
             )
         return self
+
+    @property
+    def learns_together(self) -> bool:
+        """Whether there is a shared store that serves nothing but learning."""
+        return self.redis_url is not None and self.redis_secret is None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

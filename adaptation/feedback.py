@@ -7,7 +7,7 @@ the query is learnt from or not.
 import math
 import random
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 
@@ -174,16 +174,17 @@ class RecordingSampler:
     """Chooses which share of the queries is recorded. The engine's thread calls `draws`; the learning thread sets
     `share`."""
 
-    def __init__(self, usual: float, *, least: float = 0.0) -> None:
-        """`usual`: share once there are enough texts; `least`: share that is always recorded."""
-        self.share, self.usual = 1.0, usual
+    def __init__(self, usual: float, *, least: float = 0.0, may: Callable[[], bool] = lambda: True) -> None:
+        """`usual`: share once there are enough texts; `least`: share that is always recorded; `may`: whether any
+        sequence may be recorded now."""
+        self.share, self.usual, self.may = 1.0, usual, may
         self._least = least
         self._num_begun = 0
 
     def draws(self) -> bool:
         """Whether the sequence that begins now is recorded."""
         self._num_begun += 1
-        return self._num_begun % round(_IN_A_ROW / max(self.share, self._least)) < _IN_A_ROW
+        return self.may() and self._num_begun % round(_IN_A_ROW / max(self.share, self._least)) < _IN_A_ROW
 
 
 @dataclass(frozen=True, slots=True)
@@ -311,9 +312,8 @@ class FeedbackFilter:
         return replace(sample, signal=sample.signal + missed)
 
 
-def build_filter(tuning: Tuning, policy: Bandit, *, vocab: int, least_recorded: float) -> FeedbackFilter:
-    """Build the filter and its parts. `vocab`: size of the target's vocabulary; `least_recorded`: share of queries that
-    is always recorded."""
+def build_filter(tuning: Tuning, policy: Bandit, sampler: RecordingSampler, *, vocab: int) -> FeedbackFilter:
+    """Build the filter and its parts. `vocab`: size of the target's vocabulary."""
     quota = Quota(client_share=tuning.client_share, free_queries=tuning.client_free_queries)
     buffers = SampleBuffers(
         {"head": tuning.head_queries, "full": tuning.full_queries},
@@ -327,5 +327,4 @@ def build_filter(tuning: Tuning, policy: Bandit, *, vocab: int, least_recorded: 
         max_texts=tuning.validation_texts,
         rng=random.Random(tuning.seed + 1),
     )
-    sampler = RecordingSampler(tuning.recorded_share, least=least_recorded)
     return FeedbackFilter(policy, quota, buffers, validation, sampler=sampler, traffic=TrafficMonitor(vocab))

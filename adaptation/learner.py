@@ -28,13 +28,13 @@ from adaptation.evaluator import (
     replay_of,
     untrained_rows,
 )
-from adaptation.feedback import FeedbackFilter, FilteredQuery, Lesson, build_filter
+from adaptation.feedback import FeedbackFilter, FilteredQuery, Lesson, RecordingSampler, build_filter
 from adaptation.persistence import LearnerCheckpoint, Part, Persistence
 from adaptation.policy import Bandit, policy_of
 from adaptation.process import Training, training_process
 from adaptation.publisher import Publisher
 from adaptation.records import AdaptationStatus, Emit, EventLog, TrainingLost
-from adaptation.timing import IdleTime, Pieces, TrainingTime
+from adaptation.timing import IdleTime, Pauses, Pieces, TrainingTime
 from adaptation.trainer import OnlineTrainer, UpdateReport, rules_of
 from adaptation.weights import DrafterWeights, ServedDrafter, Version, copies_of
 from adaptation.worker import Worker, received
@@ -75,10 +75,7 @@ class Learner:
         collects = self._bootstrap.collects and not self.paused
         filtered = self._feedback.take(feedback, learning=not self.paused, updating=not self._bootstrap.collects)
         if collects and filtered.text is not None and not filtered.validates:
-            with self.training.time.spent():
-                self._bootstrap.add(filtered.text.example)
-                if self.log.storing(self._bootstrap.keep):
-                    self.save(training=False)
+            self._bootstrap.waiting.append(filtered.text.example)
         if filtered.changed:
             self._publisher.traffic_changed()
             self.log.add("changed", "other_words")
@@ -112,6 +109,8 @@ class Learner:
     def _due(self) -> Pieces[None] | None:
         """Return the due work in pieces: a first drafter, an arm's update, or a rehearsal in idle time. Returns None if
         none is due."""
+        if not self.paused and self._bootstrap.collects and self._bootstrap.waiting:
+            return self._collect()
         if self.paused or self.weights.pending or not self._feedback.validation.suffices:
             return None
         if self._bootstrap.due:
@@ -121,6 +120,13 @@ class Learner:
         if lesson is None and may_rehearse and self._idle.may_begin(self._feedback.buffers.num_remembered):
             lesson = self._feedback.rehearsal()
         return None if lesson is None else self._update(lesson)
+
+    def _collect(self) -> Pieces[None]:
+        """Add the oldest waiting text to the sums."""
+        self._bootstrap.add(self._bootstrap.waiting.popleft())
+        if self.log.storing(self._bootstrap.keep):
+            self.save(training=False)
+        yield from ()
 
     def _solve(self) -> Pieces[None]:
         yield from self._publisher.solve()
@@ -307,16 +313,18 @@ def build_learner(
     rules = rules_of(config, drafter, tuning, autocast=autocast)
     trainer = OnlineTrainer(weights.training, weights.anchor, drafter.embed, rows, rules=rules, seed=tuning.seed)
     policy = policy or policy_of(config, tuning)
-    timing = TrainingTime(weights.train_device, policy.covers)
+    asked_for = config.redis_url is not None or config.bootstrap_prompts is not None
+    pauses = Pauses(needed=config.enabled == "auto" and not asked_for)
+    timing = TrainingTime(weights.train_device, policy.covers, pauses)
     train_in = config.train_in if serves else "thread"
     training = Training(trainer, training_process(drafter, weights, trainer, timing, train_in), timing)
     # Replicas record every query: none of them knows what the others' queries promise.
-    least_recorded = 0.0 if config.redis_url is None else 1.0
-    vocab = weights.anchor.config.target_vocab_size
-    feedback = build_filter(tuning, policy, vocab=vocab, least_recorded=least_recorded)
+    least = 0.0 if config.redis_url is None else 1.0
+    sampler = RecordingSampler(tuning.recorded_share, least=least, may=pauses.suffice)
+    feedback = build_filter(tuning, policy, sampler, vocab=weights.anchor.config.target_vocab_size)
     checkpoint, log = LearnerCheckpoint(folder), EventLog(emit, lambda: weights.newest)
     enabled = config.policy != "never"
-    bootstrap = Bootstrap(weights, drafter, rows, checkpoint, enabled=enabled, seed=tuning.seed)
+    bootstrap = Bootstrap(weights, drafter, rows, checkpoint, enabled=enabled, tuning=tuning)
     evaluator = _evaluator_of(weights, drafter, training, tuning)
     divergence = TextDivergence(weights.anchor, drafter.embed, rows, anchors=_DISTANCE_ANCHORS)
     distance = AnchorDistance(weights, divergence, num_texts=tuning.drift_texts)

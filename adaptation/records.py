@@ -188,5 +188,6 @@ class AdaptationStatus:
     kl_to_anchor: float | None  # in nats; None: not enough texts yet
     failures: Mapping[str, int]  # exceptions in the learning thread by stage
     restarts: int  # replaced learning threads
+    reason: str = "on"  # why learning is on, and whether it waits for idle time
     events: tuple[Event, ...] = ()  # latest events, oldest first
     replicas: ReplicaStatus = field(default_factory=ReplicaStatus)

@@ -30,6 +30,8 @@ _PRIOR_DELAY, _DELAY_NOISE = 0.3, 0.5  # prior relative delay of a step during t
 _LEAST_DELAY = 0.05  # least relative delay: caches and memory are shared at any priority, and noise hides a smaller one
 _MEMORY_STEPS = 128  # window of a mean step time
 _BETWEEN_STEPS_SECONDS = 0.05  # serving counts as busy for this long after a step: longer than the gap before the next
+_LEAST_IDLE = 0.05  # least share of idle time that counts as pauses: less is the clients' own delay
+_REMEMBERED_SECONDS = 86_400.0  # over which that share is taken: what was recorded by day trains at night
 _LONGEST_STEP_SECONDS = 1.0  # serving counts as busy for this long after the start of a step without a recorded end
 
 
@@ -58,6 +60,25 @@ class StepDelay:
         return delay / (1.0 + delay)
 
 
+class Pauses:
+    """Measures the share of the time since the first step in which the server was idle."""
+
+    def __init__(self, *, needed: bool = False) -> None:
+        """`needed`: learning may take nothing from a server without pauses."""
+        self._needed = needed
+        self._idle_seconds = self._seconds = 0.0
+
+    def add(self, seconds: float, *, idle: bool = False) -> None:
+        """Add a step, or the time between two. Called by the engine's thread."""
+        kept = math.exp(-seconds / _REMEMBERED_SECONDS)
+        self._seconds = self._seconds * kept + seconds
+        self._idle_seconds = self._idle_seconds * kept + seconds * idle
+
+    def suffice(self) -> bool:
+        """Whether learning may take time from serving: the server has pauses, or none are needed."""
+        return not self._needed or self._idle_seconds > _LEAST_IDLE * self._seconds
+
+
 class TrainingTime:
     """Measures the seconds of training and what they take from serving, and decides whether training may go on: always
     while the server is idle, else as long as the ledger covers what was taken."""
@@ -66,11 +87,12 @@ class TrainingTime:
         self,
         device: torch.device,
         covers: Callable[[float], bool],
+        pauses: Pauses | None = None,
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`device`: device of the training thread; `covers`: returns whether the ledger covers this many more
-        seconds."""
+        """`device`: device of the training thread; `covers`: returns whether the ledger covers this many more seconds;
+        `pauses`: measures them, and may forbid to take any."""
         self.seconds = 0.0
         self.disturbs = True  # whether training slows simultaneous steps: a training process runs at idle priority
         self._covers = covers
@@ -78,6 +100,7 @@ class TrainingTime:
         self._clock = clock
         self._process_seconds = self._uncharged = 0.0
         self._step_began_at = self._step_ended_at = -math.inf
+        self.pauses = pauses or Pauses()
         self._computes = False
         self._delay = StepDelay()
 
@@ -102,13 +125,18 @@ class TrainingTime:
         """Record an engine step; steps of one variant take equally long. Returns False if training slowed it. Called by
         the engine's thread."""
         self._step_ended_at = self._clock()
+        self.pauses.add(seconds)
         trains = self._computes
         self._delay.observe(variant, seconds, trains=trains)
         return not (trains and self.disturbs)
 
     def stepping(self) -> None:
         """Record the start of an engine step. Called by the engine's thread."""
-        self._step_began_at = self._clock()
+        now = self._clock()
+        between = now - max(self._step_began_at, self._step_ended_at)
+        if between < math.inf:
+            self.pauses.add(between, idle=between > _BETWEEN_STEPS_SECONDS)
+        self._step_began_at = now
 
     @property
     def is_idle(self) -> bool:
@@ -132,7 +160,7 @@ class TrainingTime:
     @property
     def may_compute(self) -> bool:
         """Whether training may go on: the server is idle, or the ledger covers what was taken from it."""
-        return self.is_idle or self._covers(self._uncharged)
+        return self.is_idle or (self.pauses.suffice() and self._covers(self._uncharged))
 
 
 class IdleTime:

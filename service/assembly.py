@@ -14,6 +14,8 @@ import torch
 from adaptation.config import Tuning
 from drafters.decision import RegretLedger
 from drafters.language_model.drafter import scratch_places
+from drafters.network.model import SpecBlock
+from drafters.network.served import ServingNetwork
 from drafters.protocol import MIN_SURVIVAL, Drafter, MemorySizes, Observer
 from drafters.registry import TrainedWeights, taps_of
 from kernels import ops
@@ -36,14 +38,15 @@ from service.engine.accounting import LearningHooks
 from service.engine.budget import Budget, CostBudget, FixedBudget
 from service.engine.captured import capture_forwards
 from service.engine.checks import VERIFIED, longrope_factors
-from service.engine.costs import Costs
+from service.engine.costs import Costs, write_whole
 from service.engine.ends import names_of_ends
 from service.engine.engine import Engine, EngineLimits, Vocabulary
 from service.engine.measuring import Numerics, check, costs_at_start
 from service.engine.memory_planner import KVRoom, MemoryPlan, memory_for, room_for
 from service.engine.target import Target
-from service.engine.weights import LoadedModel, describe, load_model
+from service.engine.weights import BeginDrafter, LoadedModel, describe, load_model
 from service.errors import StartupError
+from service.learning.auto import Facts, decide, share_file
 from service.logging import bar
 from service.text.grammars import GrammarCompiler
 from service.text.tokenizer import ChatTokenizer
@@ -68,6 +71,7 @@ class Assembly:
     drafter_folder: Path | None  # folder with the drafter's weights; None: it has none
     weights: TrainedWeights | None  # None: the drafter is not a trained one
     draft_model: DraftModel | None = None  # a language model that drafts
+    has_room: bool = True  # whether learning takes a small part of the free memory
 
     @property
     def fingerprint(self) -> str:
@@ -80,6 +84,20 @@ class Assembly:
         layout = f"{torch.get_num_threads()} {kernels}"
         parts = f"{self.loaded.fingerprint} {self.loaded.dtype_name} {self.numerics} {layout}"
         return "fp_" + hashlib.sha256(parts.encode()).hexdigest()[:12]
+
+    @property
+    def learns(self) -> tuple[bool, str]:
+        """Whether an engine of these settings learns while it serves, and the reason."""
+        drafts = self.loaded.initial_drafter is None
+        return decide(self.config, Facts(self.weights is not None, self.has_room, drafts, self.block_share))
+
+    @property
+    def block_share(self) -> float | None:
+        """Measured seconds of a block of the trained drafter in plain steps; None: nothing was measured, or there is no
+        such drafter."""
+        if self.costs is None or self.weights is None:
+            return None
+        return self.costs.draft_share / self.weights.blocks
 
     @property
     def grammars(self) -> GrammarCompiler:
@@ -139,31 +157,39 @@ def assemble(config: ServiceConfig, *, graphs: bool | None = None) -> Assembly:
         torch.cuda.set_device(device)  # Triton launches on the thread's device, wherever the tensors are
     captures = device.type == "cuda" if graphs is None else graphs
     choose_drafter(config, starts=True)  # refuse an impossible one before loading anything
-    loaded = load_target(config, device)
+    loaded = load_target(config, device, begin=begin_drafter(config))
     tokenizer = ChatTokenizer(loaded.tokenizer)
     tokenizer.refuse_narrow_vocabulary(loaded.model.config.get_text_config().vocab_size)
     captures = captures and not loaded.kv_shape.bytes_per_state
     limits = limits_of(config, loaded.max_positions)
+    if not (has_room := _has_room(config, loaded, limits, loaded.initial_drafter)):
+        loaded = replace(loaded, initial_drafter=None)
     drafter_name, folder = choose_drafter(config, starts=loaded.initial_drafter is not None)
     trained = load_drafter(folder, loaded, blocks=config.draft_blocks)
     weights = None if trained is None else trained.serving
+    has_room = has_room and _has_room(config, loaded, limits, weights.network if weights else None)
     drafting = _draft_model(config, drafter_name, loaded, limits)
     target = _target(config, loaded, limits, drafter_name, weights, drafting, captures=captures)
     target.never_choose(tokenizer.unknown_ids(target.vocab_size))
     numerics = _numerics(target, limits, captures=captures)
     assembly = Assembly(
-        config, loaded, target, numerics, tokenizer, limits, None, drafter_name, folder, weights, drafting
+        config, loaded, target, numerics, tokenizer, limits, None, drafter_name, folder, weights, drafting, has_room
     )
     if config.budget_policy == "cost":
         costs = _costs(assembly)
         least = max(MIN_SURVIVAL, costs.least_that_pays)
         assembly = replace(assembly, costs=costs, limits=replace(limits, least_survival=least))
+        if (share := assembly.block_share) is not None:
+            write_whole(share_file(config, drafter_name), share)
     logger.info("%s", start_up_line(assembly))
     return assembly
 
 
-def load_target(config: ServiceConfig, device: torch.device, dtype: torch.dtype | None = None) -> LoadedModel:
-    """Load the configured model, in the configured type or in `dtype`. Raises StartupError."""
+def load_target(
+    config: ServiceConfig, device: torch.device, dtype: torch.dtype | None = None, begin: BeginDrafter | None = None
+) -> LoadedModel:
+    """Load the configured model, in the configured type or in `dtype`. `begin` makes its initial drafter, if one is
+    wanted. Raises StartupError."""
     if (config.load_dtype, device.type) in (("int8", "cuda"), ("float16", "cpu")):
         raise StartupError(
             f"load_dtype {config.load_dtype}: there are no kernels for it on a {device.type}; use bfloat16"
@@ -178,9 +204,7 @@ def load_target(config: ServiceConfig, device: torch.device, dtype: torch.dtype 
             unverified=config.unverified,
             max_model_len=config.max_model_len,
         )
-        loaded = load_model(
-            described, dtype=dtype, device=device, begin_drafter=begin_drafter(config), in_blocks=in_blocks
-        )
+        loaded = load_model(described, dtype=dtype, device=device, begin_drafter=begin, in_blocks=in_blocks)
     return replace(loaded, in_8_bits=in_8_bits)
 
 
@@ -229,7 +253,8 @@ def _target(
     states = loaded.kv_shape.state_bytes(memory_planner.running_states(loaded.kv_shape, limits))
     pool_bytes = config.kv_cache_bytes(device.type, 0, states_bytes=states)
     if device.type == "cuda":
-        needs = memory_planner.needs_of(target, limits, network, _learning(config, loaded), captures=captures)
+        learning = _learning(config, loaded) if _has_room(config, loaded, limits, network) else None
+        needs = memory_planner.needs_of(target, limits, network, learning, captures=captures)
         trees = scratch_places(limits.max_sequences) * beside
         needs = (*needs, memory_planner.Need("trees of the drafting model", trees, "lower max_sequences"))
         plan = MemoryPlan(torch.cuda.mem_get_info(device)[0], needs)
@@ -246,13 +271,23 @@ def _target(
 
 def _learning(config: ServiceConfig, loaded: LoadedModel) -> memory_planner.LearningSizes | None:
     learning = config.adaptation
-    if not learning.enabled:
+    if not decide(config)[0]:
         return None
     trains_here = learning.train_device == "same" or torch.device(learning.train_device) == loaded.model.device
     tuning = Tuning()
     kept_texts = tuning.validation_texts + tuning.full_queries + tuning.replay_texts
     makes = loaded.initial_drafter is not None
     return memory_planner.LearningSizes(trains_here, tuning.window_tokens, tuning.target_top, kept_texts, makes)
+
+
+def _has_room(
+    config: ServiceConfig, loaded: LoadedModel, limits: EngineLimits, network: SpecBlock | ServingNetwork | None
+) -> bool:
+    """Whether learning takes a small part of the free memory, if that is to decide whether it is on."""
+    learning = _learning(config, loaded)
+    if learning is None or network is None or config.adaptation.enabled is True:
+        return True
+    return memory_planner.learning_fits(limits, network, learning, loaded.model.device)
 
 
 def _numerics(target: Target, limits: EngineLimits, *, captures: bool) -> Numerics:

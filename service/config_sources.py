@@ -125,6 +125,8 @@ def allowed_values(field: FieldInfo) -> str:
         return "one of " + ", ".join(get_args(field.annotation))
     if field.annotation is bool:
         return "true or false"
+    if bool in get_args(field.annotation):
+        return "one of true, false, auto"
     if _holds_keys(field):
         return "keys, or in a file entries of " + ", ".join(ApiKey.model_fields)
     bounds = [(word, getattr(rule, key, None)) for rule in field.metadata for key, word in _BOUND_WORDS.items()]

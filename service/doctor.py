@@ -25,6 +25,7 @@ from service.engine.measuring import processor_name
 from service.engine.memory_planner import check_free_memory, room_for, running_states
 from service.engine.weights import Described, describe, gguf_file, kv_layers
 from service.errors import StartupError
+from service.learning.auto import Facts, decide, kept_share
 from service.text.tokenizer import ChatTokenizer
 
 _ANSWER_SECONDS = 2.0  # a probe takes milliseconds, but the server may be busy
@@ -110,6 +111,12 @@ def _drafter(config: ServiceConfig) -> str:
     return name if folder is None else f"{name} in {folder}"
 
 
+def _learning(config: ServiceConfig) -> str:
+    name, folder = choose_drafter(config, starts=True)
+    has_weights, share = "weights" in drafter_needs(name), kept_share(config, name)
+    return decide(config, Facts(has_weights, drafts=folder is not None, block_share=share))[1]
+
+
 def _memory(config: ServiceConfig) -> str:
     device = device_of(config.device)
     if device.type == "cuda":
@@ -172,6 +179,7 @@ _CHECKS: Mapping[str, Callable[[ServiceConfig], str]] = {
     "ends": _ends,
     "template": _template,
     "drafter": _drafter,
+    "learning": _learning,
     "memory": _memory,
     "port": _port,
 }

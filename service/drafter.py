@@ -37,6 +37,7 @@ from service.engine.kv_pool import KVPool
 from service.engine.target import Target
 from service.engine.weights import EMBEDDED_NAME, BeginDrafter, LoadedModel
 from service.errors import StartupError
+from service.learning.auto import decide
 
 logger = logging.getLogger(__name__)
 
@@ -180,7 +181,7 @@ def _kind_in(folder: Path | None) -> str:
 
 def begin_drafter(config: ServiceConfig) -> BeginDrafter | None:
     """Return a factory of the initial drafter that learning trains, or None if learning trains no drafter."""
-    if not (config.adaptation.enabled and _wants_weights(config)):
+    if not (decide(config)[0] and _wants_weights(config)):
         return None
 
     def begin(model: PreTrainedModel, identity: str) -> SpecBlock | None:

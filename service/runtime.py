@@ -32,8 +32,7 @@ _DRAIN_POLL_SECONDS = 0.01
 _TOKENIZER_THREADS = 2
 _OPERATOR_THREADS = 4
 _NOT_LEARNING = (
-    "This server does not learn while it serves: start it with --adaptation.enabled true and --drafter auto, or a "
-    "drafter that has weights."
+    "To turn it on, start the server with --adaptation.enabled true and --drafter auto, or a drafter that has weights."
 )
 
 
@@ -114,6 +113,7 @@ class ModelCard:
     vocab_size: int
     num_spec_tokens: int  # the longest path that a step can accept
     eos_token_ids: frozenset[int]
+    learns: str = "off"  # whether it learns while it serves, and why
     reads_predictions: bool = True  # whether the drafter drafts from a client's `prediction`
 
 
@@ -239,7 +239,7 @@ class Runtime:
         self.check_ready()
         control = self._loaded().adaptation
         if control is None:
-            raise NotFound(_NOT_LEARNING, code="adaptation_off")
+            raise NotFound(f"Learning is {self.card.learns}. {_NOT_LEARNING}", code="adaptation_off")
         try:
             # Separate threads: the call may wait for an update, and tokenization must not wait with it.
             return await anyio.to_thread.run_sync(ask, control, limiter=self._operators, abandon_on_cancel=True)

@@ -235,12 +235,11 @@ def observed_by(observer: Metrics | Live) -> Observe:
 
 
 def _adaptive(assembly: Assembly, metrics: Metrics, live: Live) -> Adaptive | None:
-    """Build learning. Returns None if it is disabled or the drafter has no weights to train."""
-    config = assembly.config
-    if not config.adaptation.enabled:
-        return None
-    if assembly.drafter_folder is None and assembly.loaded.initial_drafter is None:
-        logger.warning("the drafter %s has no weights to train: serving without learning", assembly.drafter_name)
+    """Build learning. Returns None if it is off, and logs why."""
+    config, (on, reason) = assembly.config, assembly.learns
+    if not on:
+        is_asked_for = config.adaptation.enabled is True or config.adaptation.learns_together
+        logger.log(logging.WARNING if is_asked_for else logging.INFO, "learning while serving is %s", reason)
         return None
 
     def emit(event: Event) -> None:
@@ -249,7 +248,11 @@ def _adaptive(assembly: Assembly, metrics: Metrics, live: Live) -> Adaptive | No
         live.guard.run("observers", partial(live.observe_event, event), lambda: None, "event")
 
     folder = owned(learning_folder(config.state_dir, assembly.loaded, assembly.drafter_folder))
-    logger.info("learning while serving: policy %s, state in %s", config.adaptation.policy, folder)
+    logger.info(
+        "learning while serving is %s; from requests and answers without `store: false`, policy %s, weights and counts "
+        "in %s; --adaptation.enabled false turns it off",
+        *(reason, config.adaptation.policy, folder),
+    )
     return build_adaptive(assembly, folder=folder, emit=emit)
 
 
@@ -266,6 +269,7 @@ def card_of(assembly: Assembly) -> ModelCard:
         num_spec_tokens=MAX_DEPTH,
         eos_token_ids=assembly.loaded.eos_token_ids,
         reads_predictions=reads_predictions(assembly.drafter_name),
+        learns=assembly.learns[1],
     )
 
 

@@ -115,6 +115,12 @@ class Costs:
     gains_file: Path | None = None  # file that keeps the learnt gains of drafting for the next start of the server
 
     @property
+    def draft_share(self) -> float:
+        """Seconds of drafting in plain steps, for one sequence with a short text."""
+        plain = self.verify.verify_seconds(np.ones(1), float(self.verify.contexts[0]))
+        return self.drafts.draft_seconds(1) / float(plain[0])  # planned transfer: numpy
+
+    @property
     def least_that_pays(self) -> float:
         """Lower bound of the survival at which a node can pay. Without nodes a step of B sequences emits B tokens in
         T_draft(B) + T(B) seconds, and the best number of nodes emits no fewer a second, so a node must be accepted with

@@ -50,7 +50,7 @@ _COMPUTED = 4  # first positions of measured sequences that have keys and values
 _LEVEL = 8  # number of nodes on a level of a measured tree
 _DRAFT_TOKENS = 64  # length of the text for which drafting is measured
 _CPU_INFO = Path("/proc/cpuinfo")
-_FORMAT = 4
+_FORMAT = 5
 _CHECKED_CONTEXT = 150
 _CHECKED_STEPS = 12
 _BRANCHES = 12
@@ -328,10 +328,11 @@ def _curve(first: Mapping[int, float], here: Mapping[int, float], rows: Sequence
     return along(timed, curve, np.maximum(np.array(rows, dtype=np.float64), timed[0]))
 
 
-def _best_seconds(run: Callable[[], None]) -> float:
-    """Time a few runs, and return the seconds of the fastest, as other work and first allocations only add time."""
+def _best_seconds(run: Callable[[], object], before: Callable[[], None] = lambda: None) -> float:
+    """Time a few runs, each after `before`, and return the seconds of the fastest, as other work only adds time."""
     seconds: list[float] = []
     while not seconds or (len(seconds) < _REPEATS and sum(seconds) < _ENOUGH_SECONDS):
+        before()
         start = time.perf_counter()
         run()
         seconds.append(time.perf_counter() - start)
@@ -339,8 +340,8 @@ def _best_seconds(run: Callable[[], None]) -> float:
 
 
 def measure_drafts(drafter: Drafter, target: Target, *, batches: Sequence[int]) -> DraftCosts:
-    """Measure the seconds in which the drafter drafts one tree per sequence, for each batch size in `batches`. All
-    sequences have the same random text."""
+    """Measure the seconds in which the drafter drafts one tree per sequence of a batch, directly after a step, which
+    takes its weights out of the caches. All sequences have the same random text."""
     device = target.device
     text = torch.randint(target.vocab_size, (_DRAFT_TOKENS,), generator=torch.Generator().manual_seed(0))
     drafter.start([DraftContext(row, text.tolist()) for row in range(max(batches))])
@@ -350,20 +351,18 @@ def measure_drafts(drafter: Drafter, target: Target, *, batches: Sequence[int]) 
         tokens, slots = text[1:].to(device), torch.arange(1, _DRAFT_TOKENS, device=device)
         for row in range(max(batches)):
             drafter.read(Read(row=row, start=0, tokens=tokens, slots=slots, features=features))
-    seconds = [_draft_seconds(drafter, batch, device) for batch in batches]
+    step = partial(run_point, dummy_texts(target, sequences=1, length=1), Point(1, 1, 1))
+    seconds = [_draft_seconds(drafter, batch, device, step) for batch in batches]
     return DraftCosts(batches=np.array(batches, dtype=np.float64), seconds=rising(np.array(seconds)))
 
 
-def _draft_seconds(drafter: Drafter, batch: int, device: torch.device) -> float:
+def _draft_seconds(drafter: Drafter, batch: int, device: torch.device, step: Callable[[], None]) -> float:
     rows = torch.arange(batch, device=device)
     cold, roots = torch.zeros(batch, device=device), torch.full_like(rows, _DRAFT_TOKENS - 1)
     host = HostMetadata(tuple(range(batch)), (_DRAFT_TOKENS - 1,) * batch)
     noise = Noise(seeds=rows, temperatures=cold, positions=roots, warm=False, host=host)
 
-    def grow() -> None:
-        drafter.grow(rows, noise).survival.sum().item()  # planned transfer: waits for the device, before serving
-
-    return _best_seconds(grow)
+    return _best_seconds(lambda: drafter.grow(rows, noise).survival.sum().item(), step)  # planned transfer
 
 
 def processor_name() -> str:

@@ -34,6 +34,7 @@ _SLOT_BYTES = 3 * 8  # a slot's number, and those of its place
 _CACHED_WINDOWS = 24  # windows of slots for one cached window
 _TOKENS_PER_SNAPSHOT = 2048  # slots for one snapshot of states
 _LEAST_STATES = StateRoom(sequences=3, nodes=32)  # what checks at start-up need
+_LEARNING_SHARE = 0.25  # of the free memory, the most that learning takes where the operator did not ask for it
 _SPARE_BYTES = 512 << 20  # workspaces of libraries, fragmentation, the device context
 
 
@@ -268,7 +269,15 @@ def _growth_bytes(limits: EngineLimits, network: ServingNetwork) -> int:
     return limits.max_sequences * entries * (_kept_bytes(network) + 4 * config.draft_vocab_size)
 
 
-def _learning_needs(limits: EngineLimits, network: ServingNetwork, learning: LearningSizes) -> list[Need]:
+def learning_fits(
+    limits: EngineLimits, network: SpecBlock | ServingNetwork, learning: LearningSizes, device: torch.device
+) -> bool:
+    """Whether learning takes at most `_LEARNING_SHARE` of the free memory."""
+    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
+    return sum(need.num_bytes for need in _learning_needs(limits, network, learning)) <= _LEARNING_SHARE * free
+
+
+def _learning_needs(limits: EngineLimits, network: SpecBlock | ServingNetwork, learning: LearningSizes) -> list[Need]:
     config, itemsize = network.config, network.dtype.itemsize
     tables = feedback_bytes(
         max_sequences=limits.max_sequences + (learning.kept_texts if learning.trains_here else 0),

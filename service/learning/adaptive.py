@@ -36,7 +36,7 @@ from kernels.cpu.library import use_threads
 from kernels.layers import Embedding
 from service.assembly import Assembly, device_of, load_target
 from service.config import ServiceConfig
-from service.drafter import LoadedDrafter, choose_drafter, load_drafter, load_network, source_of
+from service.drafter import LoadedDrafter, begin_drafter, choose_drafter, load_drafter, load_network, source_of
 from service.engine.budget import Budget
 from service.engine.engine import Engine, EngineLimits
 from service.engine.stats import StepStats
@@ -63,6 +63,7 @@ class Adaptive:
     replicas: Replicas
     loaded: LoadedModel
     network: ServingNetwork
+    reason: str  # why it learns, as `decide` describes it
 
     def start(self, wake: Callable[[], None] = lambda: None) -> None:
         """Start learning. `wake` makes an idle engine run one step, so that new weights are served without waiting for
@@ -84,7 +85,8 @@ class Adaptive:
         """Return the status of learning. Like all methods below, this waits for the current optimizer step, and raises
         CancelledError after `stop`."""
         status = self.worker.ask(lambda: self.learner.status(self.worker)).result()
-        return replace(status, replicas=self.replicas.status())
+        waits = "" if self.learner.training.time.pauses.suffice() else "; waits for idle time"
+        return replace(status, replicas=self.replicas.status(), reason=self.reason + waits)
 
     def pause(self) -> None:
         """Abandon the current update and start no other, here and in replicas that lead later. Raises InvalidRequest on
@@ -184,14 +186,14 @@ def build_adaptive(
     drafting = assembly.drafter(limits=limits, weights=weights, ledger=ledger)
     engine = assembly.engine(drafting, budget, limits, hooks, ledger)
     learner.restore()
-    return Adaptive(engine, learner, worker, replicas, assembly.loaded, network)
+    return Adaptive(engine, learner, worker, replicas, assembly.loaded, network, assembly.learns[1])
 
 
 def build_trainer(config: ServiceConfig) -> tuple[Worker, Replicas]:
     """Build a learning thread and its connection to the replicas that it learns for. Of the target, only embedding and
     head are kept. The state has its own folder, next to that of a replica with the same state_dir. Raises
     StartupError."""
-    loaded = load_target(config, device_of(config.device))
+    loaded = load_target(config, device_of(config.device), begin=begin_drafter(config))
     _, source = choose_drafter(config, starts=loaded.initial_drafter is not None)
     with _refusing():
         network = loaded.initial_drafter

@@ -26,6 +26,7 @@ LEAVES = (
     "service.observability.guard",
     "service.observability.live",
     "service.logging",
+    "service.learning.auto",
     "service.sampling_params",
     "service.observability.learning_tables",
     "service.observability.metrics",

@@ -119,7 +119,8 @@ class Feed:
             async with self._changed:
                 moment = pydantic_core.to_jsonable_python(self._live.tick())
                 state = self._runtime.state
-                self._frame, self._ends = frame({"state": state, **moment}), state == "draining"
+                learns = self._runtime.card.learns if state == "ready" else None
+                self._frame, self._ends = frame({"state": state, "learns": learns, **moment}), state == "draining"
                 self._number += 1
                 self._changed.notify_all()
 

@@ -12,6 +12,7 @@ const ACTIONS = ["pause", "resume", "rollback"];
 export class Learning {
   #events = [];
   #status = null;
+  #learns = "";
   #sure = false;
 
   constructor() {
@@ -28,6 +29,7 @@ export class Learning {
   show(moment) {
     this.#remember(moment.events);
     this.#status = moment.learning;
+    this.#learns = moment.learns;
     this.#draw(moment.state);
   }
 
@@ -40,8 +42,8 @@ export class Learning {
     const status = this.#status;
     byId("learning-body").hidden = !status;
     if (!status) {
-      const off = serverState === "ready" ? "Learning is off; it is turned on by --adaptation.enabled true." : "Not known yet";
-      byId("learning-state").textContent = off;
+      const off = `Learning is ${this.#learns}; it is turned on by --adaptation.enabled true.`;
+      byId("learning-state").textContent = serverState === "ready" ? off : "Not known yet";
       return;
     }
     byId("learning-state").textContent = sentence(status);
@@ -98,7 +100,7 @@ export class Learning {
 
 function sentence(status) {
   const doing = status.paused ? "paused by an operator" : status.phase === "collecting" ? "making a drafter" : "learning";
-  return `Policy ${status.policy}, ${doing}; drafter version ${status.version} serves.`;
+  return `Policy ${status.policy}, ${doing}; drafter version ${status.version} serves. Learning is ${status.reason}.`;
 }
 
 function facts(status) {
