@@ -37,6 +37,7 @@ def tuned(knobs: Mapping[str, object]) -> tuple[AdaptationConfig, Tuning, Bandit
     numbers = fixed(knobs)
     name = numbers.pop("policy", None)
     settings = {key: value for key, value in knobs.items() if key not in _FIXED and (key, value) != ("policy", name)}
+    settings = {"enabled": True, **settings}
     tuning = Tuning(**numbers)  # type: ignore[arg-type]
     policy = None if name is None else fixed_policy(name, tuning)  # type: ignore[arg-type]
     return AdaptationConfig.model_validate(settings), tuning, policy

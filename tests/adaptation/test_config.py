@@ -21,7 +21,7 @@ from adaptation.config import AdaptationConfig, usable_cores
         {"idle_share": -0.1},
         {"enabled": "perhaps"},
         {"train_device": "cuda:x"},
-        {"redis_url": "redis://localhost"},  # and no one would learn, nor share
+        {"enabled": False, "redis_url": "redis://localhost"},  # and no one would learn, nor share
         {"redis_secret": "too short"},
     ],
     ids=str,

@@ -8,7 +8,7 @@ from service.bench.experiment import Measure
 from service.text.prompts import PromptSet
 from tests.service.engine.harness import step_stats
 
-EAGER = AdaptationConfig(learning_rate=0.02, idle_share=0.0)
+EAGER = AdaptationConfig(enabled=True, learning_rate=0.02, idle_share=0.0)
 EAGER_NUMBERS: dict[str, object] = {
     "warm_up_queries": 1,
     "head_queries": 1,

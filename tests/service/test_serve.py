@@ -82,7 +82,7 @@ def test_a_drafter_without_weights_is_served_without_learning(tmp_path: Path, ca
     learning = AdaptationConfig(enabled=True)
     served = load_model_service(settings(folder, adaptation=learning, drafter="memory"), made(), Live())
     assert served.adaptation is None
-    assert "the drafter memory has no weights to train" in caplog.text
+    assert "the drafter has no weights to train" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -47,6 +47,7 @@ def settings_for(folder: Path, dtype: str = "float32") -> ServiceConfig:
             "max_model_len": 256,
             "kv_cache": "64MiB",
             "state_dir": folder / "state",
+            "adaptation": {"enabled": False},
         }
     )
 
