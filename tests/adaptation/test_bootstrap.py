@@ -18,6 +18,8 @@ def unmade(tmp_path: Path) -> Bench:
 def collect(tried: Bench, texts: range) -> None:
     for seed in texts:
         tried.observe(feedback, seed)
+    while tried.learner._bootstrap.waiting:
+        assert tried.learner.work()
 
 
 def brought(scale: float) -> dict[str, torch.Tensor]:
@@ -40,3 +42,20 @@ def test_a_rollback_loses_nothing_that_was_collected(unmade: Bench) -> None:
     assert collected > 0
     unmade.learner.rollback()
     assert unmade.learner._bootstrap.positions == collected
+
+
+def test_texts_wait_until_the_server_is_idle_or_the_ledger_covers_them(unmade: Bench) -> None:
+    """And are then added one at a time, so that a query comes between them."""
+    bootstrap = unmade.learner._bootstrap
+    unmade.time._covers = lambda seconds: False
+    unmade.time.stepping()  # a step that lasts
+    for seed in range(12):
+        unmade.observe(feedback, seed)
+    waiting = len(bootstrap.waiting)
+    assert (unmade.learner.work(), bootstrap.positions) == (False, 0)
+    unmade.time._covers = lambda seconds: True
+    assert unmade.learner.work()
+    assert len(bootstrap.waiting) == waiting - 1 > 0
+    assert bootstrap.positions > 0
+    unmade.learner.paused = True
+    assert not unmade.learner.work()

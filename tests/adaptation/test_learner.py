@@ -331,12 +331,16 @@ def charges(tried: Bench, monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return charged
 
 
-def test_each_text_that_is_collected_is_charged_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_text_that_is_collected_is_charged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tried = bench(tmp_path, made=False, policy="bandit", validation_share=0.0)
     charged = charges(tried, monkeypatch)
     taking(tried, monkeypatch, tried.learner._bootstrap, "add", 2.0)
     serve(tried, range(6), update=False)
-    assert charged == [2.0] * (6 - len(tried.learner._feedback.validation.texts)) != []
+    collected = 6 - len(tried.learner._feedback.validation.texts)
+    for seed in range(6, 6 + collected):
+        tried.learner.work()
+        tried.learner.observe(feedback(seed, store=False))  # what was taken is charged with the next query
+    assert charged == [2.0] * collected != []
 
 
 def test_alarms_and_idle_updates_are_charged_when_they_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

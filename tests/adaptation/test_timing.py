@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from adaptation.timing import IdleTime, TrainingTime
+from adaptation.timing import IdleTime, Pauses, TrainingTime
 from tests.adaptation.worlds import Clock
 
 
@@ -143,3 +143,20 @@ def test_other_kinds_of_steps_and_hiccups_say_nothing_of_training() -> None:
             for _ in range(50):
                 step(time, clock, 0.05 * 1.25)
     assert time.taken_share == pytest.approx(0.2, abs=0.04)
+
+
+def test_pauses_are_what_is_longer_than_the_way_to_the_next_step() -> None:
+    """Nothing is known before the first step, and a day without pauses outweighs an idle night."""
+    clock, needed = Clock(), Pauses(needed=True)
+    time = TrainingTime(torch.device("cpu"), lambda seconds: True, needed, clock=clock)
+    for pause, suffices in ((3600.0, False), (0.04, False), (0.04, False), (0.06, True), (0.0, True)):
+        clock.now += pause
+        step(time, clock, 0.05)
+        assert needed.suffice() is suffices
+        assert not time.is_idle
+        assert time.may_compute is suffices
+    clock.now += 12 * 3600.0
+    for _ in range(4 * 24):
+        step(time, clock, 3600.0)
+    assert not needed.suffice()
+    assert Pauses().suffice()
