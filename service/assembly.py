@@ -86,18 +86,16 @@ class Assembly:
         return "fp_" + hashlib.sha256(parts.encode()).hexdigest()[:12]
 
     @property
-    def learns(self) -> tuple[bool, str]:
-        """Whether an engine of these settings learns while it serves, and the reason."""
-        drafts = self.loaded.initial_drafter is None
-        return decide(self.config, Facts(self.weights is not None, self.has_room, drafts, self.block_share))
+    def facts(self) -> Facts:
+        """What decides whether it learns."""
+        costs, weights = self.costs, self.weights
+        share = None if costs is None or weights is None else costs.draft_share / weights.blocks
+        return Facts(weights is not None, self.has_room, self.loaded.initial_drafter is None, share)
 
     @property
-    def block_share(self) -> float | None:
-        """Measured seconds of a block of the trained drafter in plain steps; None: nothing was measured, or there is no
-        such drafter."""
-        if self.costs is None or self.weights is None:
-            return None
-        return self.costs.draft_share / self.weights.blocks
+    def learns(self) -> tuple[bool, str]:
+        """Whether it learns while it serves, and the reason."""
+        return decide(self.config, self.facts)
 
     @property
     def grammars(self) -> GrammarCompiler:
@@ -179,8 +177,7 @@ def assemble(config: ServiceConfig, *, graphs: bool | None = None) -> Assembly:
         costs = _costs(assembly)
         least = max(MIN_SURVIVAL, costs.least_that_pays)
         assembly = replace(assembly, costs=costs, limits=replace(limits, least_survival=least))
-        if (share := assembly.block_share) is not None:
-            write_whole(share_file(config, drafter_name), share)
+        write_whole(share_file(config, drafter_name), assembly.facts.block_share)
     logger.info("%s", start_up_line(assembly))
     return assembly
 
@@ -188,8 +185,7 @@ def assemble(config: ServiceConfig, *, graphs: bool | None = None) -> Assembly:
 def load_target(
     config: ServiceConfig, device: torch.device, dtype: torch.dtype | None = None, begin: BeginDrafter | None = None
 ) -> LoadedModel:
-    """Load the configured model, in the configured type or in `dtype`. `begin` makes its initial drafter, if one is
-    wanted. Raises StartupError."""
+    """Load the model in the configured type or in `dtype`; `begin` makes its initial drafter. Raises StartupError."""
     if (config.load_dtype, device.type) in (("int8", "cuda"), ("float16", "cpu")):
         raise StartupError(
             f"load_dtype {config.load_dtype}: there are no kernels for it on a {device.type}; use bfloat16"
@@ -283,11 +279,9 @@ def _learning(config: ServiceConfig, loaded: LoadedModel) -> memory_planner.Lear
 def _has_room(
     config: ServiceConfig, loaded: LoadedModel, limits: EngineLimits, network: SpecBlock | ServingNetwork | None
 ) -> bool:
-    """Whether learning takes a small part of the free memory, if that is to decide whether it is on."""
-    learning = _learning(config, loaded)
-    if learning is None or network is None or config.adaptation.enabled is True:
-        return True
-    return memory_planner.learning_fits(limits, network, learning, loaded.model.device)
+    """Whether learning takes a small part of the free memory, where that decides whether it is on."""
+    sizes = _learning(config, loaded) if config.adaptation.enabled == "auto" else None
+    return memory_planner.learning_fits(limits, network, sizes, loaded.model.device)
 
 
 def _numerics(target: Target, limits: EngineLimits, *, captures: bool) -> Numerics:

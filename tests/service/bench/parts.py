@@ -70,7 +70,8 @@ def written_prompts() -> Iterator[str]:
 
 def run_command(*arguments: object, program: Typer = app) -> tuple[int, str]:
     """Exit code and output of `adaptree ...`, of words and paths. Raises StartupError as the command does."""
-    runner, root = CliRunner(env={"COLUMNS": "250", "TERM": "dumb", "NO_COLOR": "1"}), logging.getLogger()
+    environ = {"COLUMNS": "250", "TERM": "dumb", "NO_COLOR": "1", "ADAPTREE_ADAPTATION__ENABLED": "false"}
+    runner, root = CliRunner(env=environ), logging.getLogger()
     handlers, level = root.handlers[:], root.level
     result = runner.invoke(program, [word for argument in arguments for word in str(argument).split()])
     root.handlers[:] = handlers  # those of the command write to a stream that is closed now
