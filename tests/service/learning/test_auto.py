@@ -28,7 +28,7 @@ from tests.service.learning_parts import requests, texts
 from tests.service.test_metrics import made
 
 PAUSE_SECONDS = 0.2
-COPIES = 20  # layers of the deep one for each of the other's
+COPIES = 32  # layers of the deep one for each of the other's
 
 Targets = Mapping[str, tuple[Path, Path]]
 """Folders of a target and its drafter, by what a step is beside a block."""
