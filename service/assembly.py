@@ -46,7 +46,7 @@ from service.engine.memory_planner import KVRoom, MemoryPlan, memory_for, room_f
 from service.engine.target import Target
 from service.engine.weights import BeginDrafter, LoadedModel, describe, load_model
 from service.errors import StartupError
-from service.learning.auto import Facts, decide, share_file
+from service.learning.auto import Facts, decide, facts_file
 from service.logging import bar
 from service.text.grammars import GrammarCompiler
 from service.text.tokenizer import ChatTokenizer
@@ -177,7 +177,7 @@ def assemble(config: ServiceConfig, *, graphs: bool | None = None) -> Assembly:
         costs = _costs(assembly)
         least = max(MIN_SURVIVAL, costs.least_that_pays)
         assembly = replace(assembly, costs=costs, limits=replace(limits, least_survival=least))
-        write_whole(share_file(config, drafter_name), assembly.facts.block_share)
+        write_whole(facts_file(config), assembly.facts)
     logger.info("%s", start_up_line(assembly))
     return assembly
 

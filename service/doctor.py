@@ -25,7 +25,7 @@ from service.engine.measuring import processor_name
 from service.engine.memory_planner import check_free_memory, room_for, running_states
 from service.engine.weights import Described, describe, gguf_file, kv_layers
 from service.errors import StartupError
-from service.learning.auto import Facts, decide, kept_share
+from service.learning.auto import Facts, decide, kept_facts
 from service.text.tokenizer import ChatTokenizer
 
 _ANSWER_SECONDS = 2.0  # a probe takes milliseconds, but the server may be busy
@@ -113,8 +113,8 @@ def _drafter(config: ServiceConfig) -> str:
 
 def _learning(config: ServiceConfig) -> str:
     name, folder = choose_drafter(config, starts=True)
-    has_weights, share = "weights" in drafter_needs(name), kept_share(config, name)
-    return decide(config, Facts(has_weights, drafts=folder is not None, block_share=share))[1]
+    at_first = Facts("weights" in drafter_needs(name), drafts=folder is not None)
+    return decide(config, kept_facts(config) or at_first)[1]
 
 
 def _memory(config: ServiceConfig) -> str:

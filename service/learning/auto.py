@@ -43,15 +43,16 @@ def decide(config: ServiceConfig, facts: Facts | None = None) -> tuple[bool, str
     return next((on, f"{'on' if on else 'off'}: {reason}") for applies, on, reason in rules if applies)
 
 
-def kept_share(config: ServiceConfig, drafter: str) -> float | None:
-    """Return the share that the last start measured for this model and drafter, or None."""
+def kept_facts(config: ServiceConfig) -> Facts | None:
+    """Return what the last start with these settings found, or None."""
     try:
-        return float(json.loads(share_file(config, drafter).read_text()))
+        return Facts(*json.loads(facts_file(config).read_text()))
     except (OSError, ValueError, TypeError):
         return None
 
 
-def share_file(config: ServiceConfig, drafter: str) -> Path:
-    """Return the file that keeps `Facts.block_share` of this model and drafter from one start to the next."""
-    name = f"{config.model} {config.load_dtype} {config.device} {drafter} {config.drafter_path} {config.draft_blocks}"
-    return config.state_dir / "costs" / f"block-{hashlib.sha256(name.encode()).hexdigest()[:16]}.json"
+def facts_file(config: ServiceConfig) -> Path:
+    """Return the file that keeps the facts of a start for `adaptree doctor`."""
+    drafter = config.drafter, config.drafter_path, config.draft_blocks, decide(config)[0]
+    settings = repr((config.model, config.load_dtype, config.device, *drafter)).encode()
+    return config.state_dir / "costs" / f"learns-{hashlib.sha256(settings).hexdigest()[:16]}.json"

@@ -56,6 +56,7 @@ async def test_the_past_comes_first_and_then_each_moment() -> None:
         for _ in range(3):
             name, moment = await next_of(frames)
             assert (name, moment["state"], moment["running"], moment["learning"]) == ("moment", "ready", 3, None)
+            assert moment["learns"] == "off"
             assert moment["unix_seconds"] > last
             last = moment["unix_seconds"]
 

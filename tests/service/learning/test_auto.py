@@ -20,18 +20,15 @@ from service.config import ServiceConfig
 from service.engine import memory_planner
 from service.engine.budget import FixedBudget
 from service.learning.adaptive import Adaptive
-from service.learning.auto import CHEAP, Facts, decide
+from service.learning.auto import CHEAP, Facts, decide, kept_facts
 from service.observability.live import Live
 from service.serve import load_model_service
 from tests.service.bench.parts import assembled, run_command, save_drafter, save_two_layers, settings_for
 from tests.service.learning_parts import requests, texts
 from tests.service.test_metrics import made
 
-PAUSE_SECONDS = 0.2
 COPIES = 32  # layers of the deep one for each of the other's
-
-Targets = Mapping[str, tuple[Path, Path]]
-"""Folders of a target and its drafter, by what a step is beside a block."""
+Targets = Mapping[str, tuple[Path, Path]]  # and its drafter, by what a step is beside a block
 
 
 @pytest.fixture(scope="module")
@@ -76,11 +73,16 @@ def test_it_is_on_where_it_pays(
     found = {one.subject: one.text for one in doctor.findings(config)}
     assert found["learning"] == served.card.learns
     assert isinstance(served.adaptation, Adaptive) is on
-    if isinstance(served.adaptation, Adaptive):
+    if isinstance(adaptive := served.adaptation, Adaptive):
         assert served.card.drafter == "memory+specblock"
-        assert ask(served.adaptation, pause=0.0) == [False] * 3
-        assert not served.adaptation.learner.training.time.pauses.suffice()
-        assert ask(served.adaptation, pause=PAUSE_SECONDS)[1:] == [True] * 2
+        assert ask(adaptive, pause=0.0) == [False] * 3
+        assert not adaptive.learner.training.time.pauses.suffice()
+        assert ask(adaptive, pause=0.2)[1:] == [True] * 2
+        adaptive.worker.start()
+        assert adaptive.status().reason == served.card.learns
+        adaptive.learner.training.time.pauses.add(3600.0)
+        assert adaptive.status().reason == f"{served.card.learns}; waits for idle time"
+        assert adaptive.worker.stop()
 
 
 def calls(assembly: Assembly) -> Counter[str]:
@@ -142,8 +144,10 @@ def test_each_rule(changes: dict[str, object], facts: Facts, on: bool, words: st
 def test_no_memory_is_taken_that_is_short(targets: Targets, monkeypatch: pytest.MonkeyPatch, drafter: bool) -> None:
     """A start is then what it is without learning."""
     monkeypatch.setattr(memory_planner, "_LEARNING_SHARE", 1e-9)
-    assembly = assemble(settings(targets, "cheap", drafter=drafter))
+    config = settings(targets, "cheap", drafter=drafter)
+    assembly = assemble(config)
     assert assembly.learns == (False, "off: it would take more than a quarter of the free memory")
+    assert decide(config, kept_facts(config)) == assembly.learns
     assert (assembly.drafter_name, assembly.loaded.initial_drafter) == (
         "memory+specblock" if drafter else "memory",
         None,
