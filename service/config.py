@@ -29,8 +29,6 @@ _WAITING_PER_SEQUENCE = 8
 _ORIGIN = re.compile(r"https?://[^/?#@\s*]+")
 _RELEASE = re.compile(r"per_step|(paced|constant_rate)\((\d*\.?\d+(?:e-?\d+)?)\)")
 _SLOWEST_RELEASE = 10.0  # seconds per token
-_KIND = r"[\w.-]+"
-_DRAFTER = re.compile(rf"{_KIND}(?:\+{_KIND})?")
 _MEMORY = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(GiB|MiB|%)\s*", re.IGNORECASE)
 _CUDA_MEMORY = "80%"
 _PAST_MEMORY = "64MiB"  # three million tokens
@@ -71,12 +69,6 @@ def _release(value: str) -> str:
     return value
 
 
-def _drafter(value: str) -> str:
-    if not _DRAFTER.fullmatch(value):
-        raise ValueError("name one drafter, as in memory or specblock, or two as memory+A")
-    return value
-
-
 def _origins(values: tuple[str, ...]) -> tuple[str, ...]:
     for value in values:
         if not _ORIGIN.fullmatch(value):
@@ -89,10 +81,6 @@ def _origins(values: tuple[str, ...]) -> tuple[str, ...]:
 def _word_for_switch(value: object) -> object:
     """Map booleans to words, because YAML reads `on` and `off` as booleans."""
     return {False: "off", True: "shared"}[value] if isinstance(value, bool) else value
-
-
-def _off(value: object) -> object:
-    return "off" if value is False else value
 
 
 def is_loopback(host: str) -> bool:
@@ -172,7 +160,7 @@ class ServiceConfig(BaseModel):
         "token, never the text. As that time could reveal what others have sent, API keys never share. shared: "
         "the users of a key share. per_client: each user has a cache of its own.",
     )
-    drafter: Annotated[str, AfterValidator(_drafter)] = _setting(
+    drafter: str = _setting(
         "auto",
         "The drafter. memory: copies from the text and from past answers. specblock: a small trained network. "
         "draft_model: the model in drafter_path. mtp: the target's own module. memory+A: one tree of both. "
@@ -186,7 +174,7 @@ class ServiceConfig(BaseModel):
         "the model with release 0.3.0, else the one shipped with this package or with the model, else one that is "
         "known to be published for it.",
     )
-    memory: Annotated[str, BeforeValidator(_off), AfterValidator(_past)] = _setting(
+    memory: Annotated[str, BeforeValidator(_word_for_switch), AfterValidator(_past)] = _setting(
         "auto",
         "Memory for past answers, from which drafts copy: a size (256MiB; some 20 bytes per token), auto (64MiB) or "
         "off. It changes the speed of answers, never their text. Each API key has an equal share.",
