@@ -3,7 +3,7 @@ tokens."""
 
 import re
 import secrets
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from itertools import groupby
 
 from pydantic import JsonValue
@@ -24,13 +24,9 @@ def control_tokens(added: Mapping[int, AddedToken]) -> dict[str, int]:
     }
 
 
-class SpecialNames:
-    """Names of special tokens by index, and a regular expression that finds the longest match in a text."""
-
-    def __init__(self, names: Iterable[str]) -> None:
-        self.names = list(names)
-        self.numbers = {name: number for number, name in enumerate(self.names)}
-        self.find = re.compile(_pattern(sorted(self.names))) if self.names else None
+def finder(names: Collection[str]) -> re.Pattern[str] | None:
+    """Return a regular expression that finds the longest of these names in a text, or None without names."""
+    return re.compile(_pattern(sorted(names))) if names else None
 
 
 def _pattern(names: list[str]) -> str:
@@ -49,27 +45,27 @@ class SpecialTokenGuard:
     """Replaces names of special tokens in client strings by random words before rendering, so that they cannot become
     control tokens of the prompt. The rest of the strings is unchanged."""
 
-    def __init__(self, special: SpecialNames) -> None:
+    def __init__(self, find: re.Pattern[str] | None) -> None:
+        """`find`: finds the names (`finder`)."""
         self._nonce = secrets.token_hex(12)
-        self._special = special
-        self._find_word = re.compile(self._nonce + r"x(\d+)x")
+        self._find = find
+        self._find_word = re.compile(self._nonce + r"x([0-9a-f]+)x")
         self.hid_something = False
 
     def hide(self, value: JsonValue) -> JsonValue:
         """Replace the names in all strings of a JSON value."""
-        find = self._special.find
         if isinstance(value, list):
             return [self.hide(item) for item in value]
         if isinstance(value, dict):
             return {str(self.hide(name)): self.hide(item) for name, item in value.items()}
-        if not isinstance(value, str) or find is None or find.search(value) is None:
+        if not isinstance(value, str) or self._find is None or self._find.search(value) is None:
             return value
         self.hid_something = True
-        return find.sub(lambda match: f"{self._nonce}x{self._special.numbers[match[0]]}x", value)
+        return self._find.sub(lambda match: f"{self._nonce}x{match[0].encode().hex()}x", value)
 
     def reveal(self, text: str) -> str:
         """Restore the names in rendered text. Raises InvalidRequest if the template changed a replacement word."""
-        revealed = self._find_word.sub(lambda match: self._special.names[int(match[1])], text)
+        revealed = self._find_word.sub(lambda match: bytes.fromhex(match[1]).decode(), text)
         if self._nonce in revealed.lower():
             raise InvalidRequest(
                 "The messages contain special tokens that this model's chat template cannot keep as text.",

@@ -22,7 +22,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from service.errors import InvalidRequest, StartupError
 from service.text.chat_template import Traits, Turn, probe
-from service.text.special_tokens import SpecialNames, SpecialTokenGuard, control_tokens
+from service.text.special_tokens import SpecialTokenGuard, control_tokens, finder
 
 _REPLACEMENT = "\ufffd"
 _BYTE_OF_CHARACTER = {character: byte for byte, character in bytes_to_unicode().items()}
@@ -198,7 +198,7 @@ class ChatTokenizer:
         self.skipped_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self.byte_ids = self._find_bytes()
         self.texts = _Texts(self, self._parsing)
-        self._names = SpecialNames(self.special_ids)
+        self._find_special = finder(self.special_ids)
         self._reserved_kwargs = _RESERVED_TEMPLATE_KWARGS | tokenizer.special_tokens_map.keys()
         template = self.chat_template
         self._traits = (_NO_TEMPLATE, _NO_TEMPLATE) if template is None else probe(self._tried, template)
@@ -290,8 +290,6 @@ class ChatTokenizer:
 
     def refuse_narrow_vocabulary(self, vocab_size: int) -> None:
         """Raise StartupError if the model's embedding has no row for one of the tokens."""
-        if self.vocab_size + len(self.unknown_ids(vocab_size)) == vocab_size:
-            return
         # Control tokens may exceed it: transformers adds its own, and a prompt that contains one is refused (400).
         vocab = self._parsing.get_vocab(with_added_tokens=True)
         special = self.special_ids
@@ -322,7 +320,7 @@ class ChatTokenizer:
                 )
         if self._tokenizer.chat_template is None:
             raise InvalidRequest("This model has no chat template; use /v1/completions.", param="messages")
-        guard = SpecialTokenGuard(self._names)
+        guard = SpecialTokenGuard(self._find_special)
         turns, listed = self.traits(with_tools=bool(tools)).in_its_terms(messages, tools)
         try:
             rendered = self._rendered(

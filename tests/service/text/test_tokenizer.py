@@ -12,7 +12,7 @@ from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from service.errors import InvalidRequest, StartupError
-from service.text.special_tokens import SpecialNames, SpecialTokenGuard, control_tokens
+from service.text.special_tokens import SpecialTokenGuard, control_tokens, finder
 from service.text.tokenizer import ChatTokenizer
 from tests.service.text.tiny_tokenizer import SPECIALS, TEMPLATE, tiny_backend, tiny_tokenizer
 
@@ -150,7 +150,7 @@ NAMES = [
 
 @pytest.mark.parametrize("text", ["<unused12>3", "<unused123>", "<a>bc", "x|y|[", "<|7|><|77|>", "<|4", ""])
 def test_the_longest_name_is_found(text: str) -> None:
-    find = SpecialNames(NAMES).find
+    find = finder(NAMES)
     assert find is not None
     ordered = sorted(NAMES, key=len, reverse=True)
     first = min((text.find(name) for name in NAMES if name in text), default=None)
@@ -160,7 +160,7 @@ def test_the_longest_name_is_found(text: str) -> None:
 
 
 def test_random_texts_come_back_without_names_between() -> None:
-    draw, special = random.Random(1), SpecialNames(NAMES)
+    draw, special = random.Random(1), finder(NAMES)
     for _ in range(300):
         text = "".join(draw.choices([*NAMES, "<", "a", ">", "|", "1"], k=12))
         guard = SpecialTokenGuard(special)
@@ -170,7 +170,7 @@ def test_random_texts_come_back_without_names_between() -> None:
 
 
 def test_without_names_nothing_is_hidden() -> None:
-    guard = SpecialTokenGuard(SpecialNames([]))
+    guard = SpecialTokenGuard(finder([]))
     assert (guard.hide("<a>"), guard.hid_something) == ("<a>", False)
 
 
