@@ -138,7 +138,7 @@ class Runtime:
         self._served: ServedModel | None = None
         self.state: State = "loading"
         self._max_lag_seconds = 0.0
-        self._tasks: list[asyncio.Task[None]] = []
+        self._loading: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         """Begin to load the model; returns at once."""
@@ -146,10 +146,10 @@ class Runtime:
         self._limiter = anyio.CapacityLimiter(_TOKENIZER_THREADS)
         self._operators = anyio.CapacityLimiter(_OPERATOR_THREADS)
         self._loading = self._loop.create_task(self._load())
-        self._tasks = [self._loading]
 
     async def wait_until_loaded(self) -> None:
         """Wait until the model is loaded. Raises the exception that prevented it."""
+        assert self._loading is not None, "started"
         await asyncio.shield(self._loading)
 
     @property
@@ -225,7 +225,7 @@ class Runtime:
     async def in_turn(self, account: str, call: Callable[[], Result]) -> Result:
         """Run parsing or tokenization in a thread, one call of an account at a time and with a pause after each, so
         that an account uses at most a quarter of a core."""
-        turn, seconds = self._turns.of(account), 0.0
+        turn, seconds = self._turns.setdefault(account, asyncio.Lock()), 0.0
         await turn.acquire()
         try:
             result, seconds = await self.off_loop(partial(_timed, call))
@@ -265,10 +265,9 @@ class Runtime:
     async def stop(self) -> None:
         """Stop at once; running requests end with an error."""
         self.state = "draining"
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._tasks = []
+        if self._loading is not None:
+            self._loading.cancel()
+            await asyncio.gather(self._loading, return_exceptions=True)
         if self._served is not None:
             await anyio.to_thread.run_sync(_stop, self._served)
         self._door.fail_all(not_ready("The server is shutting down."))

@@ -29,7 +29,6 @@ from service.errors import InvalidRequest, NotFound
 from service.sampling_params import SamplingParams, sampling_params
 from service.text.answers import AnswerReader, CallReader, Thinking, thinks
 from service.text.chat_template import short_id
-from service.text.grammar_pool import Source
 
 _SEED_RANGE = 2**63  # range of randomly drawn seeds
 RELAXED_HEADER = "x-adaptree-relaxed"
@@ -172,18 +171,11 @@ async def build(
     return Job(origin, body, tuple(map(release.apply, whole)), release, form, relaxed)
 
 
-class _Encoded(NamedTuple):
-    """Encoded body, before its grammar is compiled."""
-
-    form: AnswerForm
-    source: Source  # cache key of the grammar
-    requests: tuple[GenerationRequest, ...]  # one per prompt, without grammar
-
-
 def _encoded(
     body: Completion, server: Server, scope: Scope, origin: AnswerIdentity, described: Mapping[str, str]
-) -> _Encoded:
-    """Encode the texts of a body and read the form of its answer. Raises InvalidRequest."""
+) -> tuple[AnswerForm, str, tuple[GenerationRequest, ...]]:
+    """Encode the texts of a body and read the form of its answer. Returns the form, the cache key of its grammar, and a
+    request per prompt, without grammar. Raises InvalidRequest."""
     tokenizer, most = server.runtime.tokenizer, server.runtime.card.max_model_len
     form = form_of_answer(body, tokenizer, described)
     if isinstance(body, ChatCompletionRequest):
@@ -192,7 +184,7 @@ def _encoded(
             form = form._replace(thinking=Thinking.after(tokenizer.decode(prompts[0][-_TAG_TOKENS:])))
     else:
         prompts = encode_prompts(body, tokenizer, most, control=server.settings.control_in_prompts)
-    return _Encoded(form, Source.of(form), tuple(_requests(body, prompts, form, server, scope, origin)))
+    return form, repr(form), tuple(_requests(body, prompts, form, server, scope, origin))
 
 
 def _requests(

@@ -64,13 +64,6 @@ class AnswerForm(NamedTuple):
         return calls if self.thinking is None else [*calls, BEGIN, END]
 
 
-class CompiledForm(NamedTuple):
-    """Grammar of an answer, or None if it is unconstrained, and the paths of constraints that it does not enforce."""
-
-    grammar: Grammar | None
-    relaxed: tuple[str, ...]
-
-
 def form_of_answer(body: CompletionFields, tokenizer: ChatTokenizer, described: Mapping[str, str]) -> AnswerForm:
     """Return the form of an answer as the request describes it, without reasoning. Raises InvalidRequest for
     conflicting constraints."""
@@ -92,8 +85,11 @@ def form_of_answer(body: CompletionFields, tokenizer: ChatTokenizer, described: 
     return AnswerForm(calling, functions, chosen, constraints[0] if constraints else None, described)
 
 
-def compiled(form: AnswerForm, compiler: GrammarCompiler, special_ids: Mapping[str, int]) -> Steps[CompiledForm]:
-    """Compile the grammar of an answer in steps. `special_ids`: ids of special tokens by name. Raises InvalidRequest
+def compiled(
+    form: AnswerForm, compiler: GrammarCompiler, special_ids: Mapping[str, int]
+) -> Steps[tuple[Grammar | None, tuple[str, ...]]]:
+    """Compile the grammar of an answer in steps. Returns the grammar, or None if the answer is unconstrained, and the
+    paths of constraints that it does not enforce. `special_ids`: ids of special tokens by name. Raises InvalidRequest
     naming the field and the path in its schema."""
     for path, definition in form.described.items():
         with _named_errors(path):
@@ -118,7 +114,7 @@ def compiled(form: AnswerForm, compiler: GrammarCompiler, special_ids: Mapping[s
         with _named_errors(last.param):
             written = form.thinking.grammar(as_lark(last.kind, last.source), special_ids)
             grammar = yield from compiler.compiling("lark", written)
-    return CompiledForm(grammar, tuple(relaxed))
+    return grammar, tuple(relaxed)
 
 
 @contextmanager

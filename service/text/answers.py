@@ -290,14 +290,6 @@ class CallReader:
         return len(text)
 
 
-class ParsedAnswer(NamedTuple):
-    """Parts of a complete answer."""
-
-    thought: str
-    text: str
-    calls: list[Call]
-
-
 class AnswerReader:
     """Splits a streamed answer into reasoning, text and calls. `thinking` is None for models without reasoning, `calls`
     if the request allows no calls."""
@@ -319,12 +311,12 @@ class AnswerReader:
             return pieces + self._calls.read(rest, ends=ends, is_cut=is_cut)
         return [*pieces, Piece("text", rest)] if rest else pieces
 
-    def whole(self, text: str, *, is_cut: bool = False) -> ParsedAnswer:
-        """Parse a complete answer."""
+    def whole(self, text: str, *, is_cut: bool = False) -> tuple[str, str, list[Call]]:
+        """Parse a complete answer. Returns its reasoning, its text and its calls."""
         pieces = self.read(text, ends=True, is_cut=is_cut)
         thought, content = ("".join(p.text for p in pieces if p.kind == kind) for kind in ("thought", "text"))
         names = [piece.text for piece in pieces if piece.kind == "name"]
         arguments = [
             "".join(p.text for p in pieces if p.kind == "arguments" and p.call == n) for n in range(len(names))
         ]
-        return ParsedAnswer(thought, content, [Call(*both) for both in zip(names, arguments, strict=True)])
+        return thought, content, [Call(*both) for both in zip(names, arguments, strict=True)]

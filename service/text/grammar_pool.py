@@ -2,14 +2,13 @@
 scopes share no cache entries, so that compile times reveal nothing about other clients."""
 
 import asyncio
-import hashlib
 import threading
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakValueDictionary
 
 from service.text.grammars import STACK_BYTES, GrammarBudgetError, GrammarCompiler, Result, Steps
@@ -25,28 +24,8 @@ _MAX_CACHED = 256  # cached grammars
 _MAX_CACHED_CHARACTERS = 2**20  # total source length; a compiled character takes about 100 bytes
 
 
-class Source(NamedTuple):
-    """Cache key of a compilation task, with the length of what is compiled."""
-
-    digest: str
-    size: int  # characters
-
-    @staticmethod
-    def of(value: object) -> "Source":
-        """Hash the `repr` of a value."""
-        written = repr(value)
-        return Source(hashlib.blake2b(written.encode(), digest_size=16).hexdigest(), len(written))
-
-
-class Turns:
-    """One lock per account, which serialises the work of an account so that it occupies one thread at most."""
-
-    def __init__(self) -> None:
-        self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
-
-    def of(self, account: str) -> asyncio.Lock:
-        """Return the lock to hold while working for an account."""
-        return self._locks.setdefault(account, asyncio.Lock())
+Turns = WeakValueDictionary[str, asyncio.Lock]
+"""One lock per account, which serialises the work of an account so that it occupies one thread at most."""
 
 
 class GrammarPool:
@@ -57,39 +36,39 @@ class GrammarPool:
         self._compiler = compiler
         self._threads = ThreadPoolExecutor(_THREADS, "grammars")
         self._turns = Turns()
-        self._cached: OrderedDict[tuple[str, str], tuple[Any, int]] = OrderedDict()  # (scope, digest): result, size
+        self._cached: OrderedDict[tuple[str, str], Any] = OrderedDict()  # (scope, source): result
 
     async def result(
-        self, account: str, scope: str, source: Source, steps: Callable[[GrammarCompiler], Steps[Result]]
+        self, account: str, scope: str, source: str, steps: Callable[[GrammarCompiler], Steps[Result]]
     ) -> Result:
         """Return the cached result of a source, or compute it in steps on a worker thread. The time is charged to
         `account`; the result is shared within `scope`. Errors of the steps propagate; a cancelled call takes no further
-        steps."""
-        key = scope, source.digest
+        steps. `source`: text that is the same for the same steps only."""
+        key = scope, source
         if (found := self._find(key)) is None:
-            async with self._turns.of(account):
+            async with self._turns.setdefault(account, asyncio.Lock()):
                 if (found := self._find(key)) is None:  # not computed while waiting for the lock
                     found = await self._taken(steps(self._compiler))
-                    self._keep(key, source.size, found)
+                    self._keep(key, found)
         result: Result = found
         return result
 
     def _find(self, key: tuple[str, str]) -> Any:
-        found, _ = self._cached.get(key, (None, 0))
-        if found is not None:
+        if key in self._cached:
             self._cached.move_to_end(key)
-        return found
+        return self._cached.get(key)
 
-    def _keep(self, key: tuple[str, str], size: int, compiled: object) -> None:
+    def _keep(self, key: tuple[str, str], compiled: object) -> None:
         """Cache a result. A full cache evicts the oldest entry of the scope that holds the most."""
-        self._cached[key] = compiled, max(size, _MAX_CACHED_CHARACTERS // _MAX_CACHED)
+        self._cached[key] = compiled
         held = Counter[str]()
-        for (owner, _), (_, each) in self._cached.items():
-            held[owner] += each
+        for kept in self._cached:
+            held[kept[0]] += _size(kept)
         while held.total() > _MAX_CACHED_CHARACTERS:
             [(most, _)] = held.most_common(1)
-            oldest = next(key for key in self._cached if key[0] == most)
-            held[most] -= self._cached.pop(oldest)[1]
+            oldest = next(kept for kept in self._cached if kept[0] == most)
+            del self._cached[oldest]
+            held[most] -= _size(oldest)
 
     async def _taken(self, steps: Steps[Result]) -> Result:
         """Run all steps. Beyond the time budget, raise GrammarBudgetError inside the steps."""
@@ -120,6 +99,11 @@ class GrammarPool:
         except asyncio.CancelledError:
             await asyncio.wait([slice_])  # the lock must be held until the thread is free
             raise
+
+
+def _size(key: tuple[str, str]) -> int:
+    """Characters that a cached result counts as."""
+    return max(len(key[1]), _MAX_CACHED_CHARACTERS // _MAX_CACHED)
 
 
 def _advanced(steps: Steps[Result]) -> tuple[bool, float, Result | None]:
