@@ -3,7 +3,8 @@ only."""
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 from service.engine.requests import SequenceOutput, Submission
@@ -24,7 +25,7 @@ class Meter(Protocol):
         """Release the unused rest of the reservation; may be called repeatedly."""
 
 
-class OutputStream:
+class OutputStream(AsyncIterator[SequenceOutput], AbstractContextManager["OutputStream"]):
     """The outputs of a body's requests, in the order in which the engine delivers them. Closing early (`with stream:`)
     aborts unfinished requests. The last output of each sequence has a `finish_reason`; an error of the engine is raised
     instead."""
@@ -47,9 +48,6 @@ class OutputStream:
         self._meter = meter
         self._queue: asyncio.Queue[SequenceOutput | RequestError] = asyncio.Queue()
 
-    def __aiter__(self) -> "OutputStream":
-        return self
-
     async def __anext__(self) -> SequenceOutput:
         if not any(self._unfinished.values()):
             raise StopAsyncIteration
@@ -62,9 +60,6 @@ class OutputStream:
             raise not_ready("The server aborted this request because it is shutting down.")
         self._unfinished[item.request_id] -= item.finish_reason is not None
         return item
-
-    def __enter__(self) -> "OutputStream":
-        return self
 
     def __exit__(self, *error: object) -> None:
         self.close()
