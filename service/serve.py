@@ -5,7 +5,6 @@ import itertools
 import json
 import logging
 import time
-from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
@@ -40,8 +39,8 @@ from service.observability.guard import Part
 from service.observability.live import Live
 from service.observability.metric_tables import ServerStatus
 from service.observability.metrics import Metrics
-from service.past.file import MemoryFile, key_beside
-from service.past.sharing import SharedAnswers
+from service.past.file import AnswersFile, MemoryFile, key_beside
+from service.past.sharing import AnswerStream, SharedAnswers
 from service.runtime import ModelCard, Runtime, ServedModel
 from service.text.prompts import read_prompt_set, refuse_too_long
 
@@ -113,7 +112,7 @@ async def rendered(metrics: Metrics, live: Live, runtime: Runtime, tenants: Tena
         ready=runtime.state == "ready",
         requests_in_flight=runtime.num_open,
         requests_refused=runtime.num_refused,
-        requests_limited=tenants.refusals(),
+        requests_limited=tenants.refusals,
         loop_lag_seconds=runtime.max_loop_lag_seconds(),
         internal_errors=live.guard.errors,
         switched_off=live.guard.switched_off,
@@ -198,12 +197,12 @@ def keep_past_answers(assembly: Assembly, drafter: Drafter, thread: EngineThread
     keepers: list[MemoryFile | SharedAnswers] = []
     if config.memory_file is not None:
         names = naming_key(naming_secret(config))
-        keepers.append(MemoryFile(config.memory_file, memory, thread, tokenizer=tokenizer, names=names))
+        file = AnswersFile(config.memory_file, memory, tokenizer=tokenizer, names=names)
+        keepers.append(MemoryFile(file, memory, thread))
     if learning.redis_url is not None and learning.redis_secret is not None:
-        vocab = assembly.target.vocab_size
-        keepers.append(
-            SharedAnswers(learning, memory, thread, tokenizer=tokenizer, vocab=vocab, knows_earlier=bool(keepers))
-        )
+        vocab, from_start = assembly.target.vocab_size, not keepers  # a file restores the earlier answers
+        stream = AnswerStream(learning, tokenizer=tokenizer, vocab=vocab, from_start=from_start)
+        keepers.append(SharedAnswers(stream, memory, thread))
     for keeper in keepers:
         keeper.start()
     return [keeper.finish for keeper in keepers]
@@ -303,18 +302,16 @@ async def answer_bootstrap_prompts(runtime: Runtime) -> None:
     """Answer the bootstrap prompts while the server is idle, so that a drafter is trained before the first user comes.
     Ends when learning has collected enough. An answer that another request interrupts is repeated later."""
     await runtime.wait_until_loaded()
-    waiting, answered = deque(runtime.seeds), 0
-    if not waiting:
+    seeds, answered, numbers = runtime.seeds, 0, itertools.count()
+    if not seeds:
         return
-    numbers = itertools.count()
-    while waiting and await _is_collecting(runtime):
+    while answered < len(seeds) and await _is_collecting(runtime):
         await asyncio.sleep(_IDLE_CHECK_SECONDS)
         if runtime.state != "ready":
             return
-        if not runtime.num_open and await _answered(runtime, waiting[0], next(numbers)):
-            waiting.popleft()
+        if not runtime.num_open and await _answered(runtime, seeds[answered], next(numbers)):
             answered += 1
-    logger.info("answered %d of %d bootstrap prompts", answered, len(runtime.seeds))
+    logger.info("answered %d of %d bootstrap prompts", answered, len(seeds))
 
 
 async def _is_collecting(runtime: Runtime) -> bool:

@@ -82,6 +82,7 @@ class AnswersFile:
     """Writes, verifies and reads a file of past answers; knows its format, but not when it is written."""
 
     def __init__(self, path: Path, drafter: MemoryDrafter, *, tokenizer: str, names: bytes) -> None:
+        """`tokenizer`: hash of the vocabulary; `names`: key of the hash that replaces scopes. Raises StartupError."""
         self.path = path
         self._secret = key_beside(path)
         self._drafter = drafter
@@ -167,12 +168,9 @@ class MemoryFile:
     scope, is left out.
     """
 
-    def __init__(
-        self, path: Path, drafter: MemoryDrafter, engine: EngineThread, *, tokenizer: str, names: bytes
-    ) -> None:
-        """`tokenizer`: hash of the vocabulary; `names`: key of the hash that replaces scopes. Raises StartupError."""
-        self._file = AnswersFile(path, drafter, tokenizer=tokenizer, names=names)
-        self._drafter, self._engine = drafter, engine
+    def __init__(self, file: AnswersFile, drafter: MemoryDrafter, engine: EngineThread) -> None:
+        self.path = file.path
+        self._file, self._drafter, self._engine = file, drafter, engine
         self._pause = _LEAST_PAUSE_SECONDS
         self._has_new, self._stopping = False, threading.Event()
         self._at_once = threading.Event()  # set when answers are forgotten, or when the server stops
@@ -180,11 +178,6 @@ class MemoryFile:
         self._is_ours = self._is_read = self._write_failed = False
         self._thread = threading.Thread(target=self._run, name="memory file", daemon=True)
         drafter.past.listeners.append(self)
-
-    @property
-    def path(self) -> Path:
-        """Path of the file of past answers."""
-        return self._file.path
 
     def start(self) -> None:
         """Start the thread, which restores past answers from the file, and then writes them regularly."""

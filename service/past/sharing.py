@@ -60,8 +60,8 @@ class AnswerStream:
     """The stream in Redis: signs and adds this replica's entries, reads and verifies all replicas' entries."""
 
     def __init__(self, config: AdaptationConfig, *, tokenizer: str, vocab: int, from_start: bool) -> None:
-        """`vocab`: number of tokens; `from_start`: read existing entries too, not only later ones. Raises
-        StartupError."""
+        """`tokenizer`: hash of the vocabulary; `vocab`: number of tokens; `from_start`: read existing entries too, not
+        only later ones. Raises StartupError."""
         assert config.redis_url is not None
         assert config.redis_secret is not None
         self._secret = config.redis_secret.get_secret_value().encode()
@@ -118,21 +118,9 @@ class AnswerStream:
 class SharedAnswers:
     """Exchanges past answers with the other replicas; a listener of the drafter."""
 
-    def __init__(
-        self,
-        config: AdaptationConfig,
-        drafter: MemoryDrafter,
-        engine: EngineThread,
-        *,
-        tokenizer: str,
-        vocab: int,
-        knows_earlier: bool = False,
-    ) -> None:
-        """`tokenizer`: hash of the vocabulary; `vocab`: number of tokens; `knows_earlier`: earlier answers are restored
-        from a file, so only new entries are read. Raises StartupError."""
+    def __init__(self, stream: AnswerStream, drafter: MemoryDrafter, engine: EngineThread) -> None:
         self.num_sent = self.num_added = self.num_refused = 0
-        self._stream = AnswerStream(config, tokenizer=tokenizer, vocab=vocab, from_start=not knows_earlier)
-        self._drafter, self._engine = drafter, engine
+        self._stream, self._drafter, self._engine = stream, drafter, engine
         self._to_send = deque[SharedAnswer](maxlen=MAX_QUERIES)
         self._to_forget = deque[SharedAnswer]()
         self._is_forgetting = False  # applying another replica's request to forget

@@ -17,7 +17,7 @@ from service.engine.engine import EngineOutput
 from service.engine.requests import Scope, SequenceOutput, Submission
 from service.engine.stats import LoadStats, StepStats
 from service.engine.thread import EngineThread
-from service.past.file import MemoryFile
+from service.past.file import AnswersFile, MemoryFile
 from tests.service.engine.harness import LIMITS, greedy, request, tiny_engine
 
 PATIENCE_SECONDS = 20.0
@@ -87,7 +87,8 @@ class Server:
 def serving(path: Path, sizes: MemorySizes = SIZES, tokenizer: str = "t", names: bytes = b"n") -> Iterator[Server]:
     """A server that keeps its past answers in a file, which it has read."""
     server = Server(sizes)
-    file = MemoryFile(path, server.memory, server.thread, tokenizer=tokenizer, names=names)
+    answers = AnswersFile(path, server.memory, tokenizer=tokenizer, names=names)
+    file = MemoryFile(answers, server.memory, server.thread)
     server.ended.append(file.finish)
     server.start()
     file.start()

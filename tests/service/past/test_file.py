@@ -80,7 +80,7 @@ def test_what_is_new_or_forgotten_before_the_file_is_read_stays_so(path: Path) -
         server.answer(PROMPT, "a")
         server.answer(PROMPT, "b")
     server = Server()
-    file = MemoryFile(path, server.memory, server.thread, tokenizer="t", names=b"n")
+    file = MemoryFile(AnswersFile(path, server.memory, tokenizer="t", names=b"n"), server.memory, server.thread)
     server.ended.append(file.finish)
     server.start()
     server.answer(OTHER, "b")
@@ -221,7 +221,7 @@ def test_whatever_kills_leave_is_used_and_a_file_in_use_waited_for(
         try:
             assert other.stdout is not None
             assert other.stdout.readline()
-            file = MemoryFile(path, server.memory, server.thread, tokenizer="t", names=b"n")
+            file = MemoryFile(AnswersFile(path, server.memory, tokenizer="t", names=b"n"), server.memory, server.thread)
             server.start()
             file.start()
             eventually(lambda: "waiting until it ends" in caplog.text)
@@ -275,7 +275,7 @@ def test_a_write_that_breaks_is_tried_again_and_then_given_up(path: Path, monkey
 def test_a_file_that_cannot_be_read_is_reported(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(AnswersFile, "check", lambda *_: [].pop())
     server = Server()
-    file = MemoryFile(path, server.memory, server.thread, tokenizer="t", names=b"n")
+    file = MemoryFile(AnswersFile(path, server.memory, tokenizer="t", names=b"n"), server.memory, server.thread)
     path.touch()
     server.start()
     file.start()

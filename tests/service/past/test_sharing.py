@@ -9,7 +9,7 @@ from pydantic import SecretStr
 
 from adaptation.config import AdaptationConfig
 from adaptation.replicas.wire import sign
-from service.past.sharing import SharedAnswer, SharedAnswers
+from service.past.sharing import AnswerStream, SharedAnswer, SharedAnswers
 from tests.redis_server import Redis, redis_cluster, redis_server
 from tests.service.past.parts import Server, eventually
 from tests.tiny_models import random_prompts
@@ -35,9 +35,8 @@ def replica(
     server = Server()
     config = AdaptationConfig(redis_url=SecretStr(redis.url), redis_secret=SecretStr(secret))
     vocab = server.engine.target.vocab_size
-    shared = SharedAnswers(
-        config, server.memory, server.thread, tokenizer="t", vocab=vocab, knows_earlier=knows_earlier
-    )
+    stream = AnswerStream(config, tokenizer="t", vocab=vocab, from_start=not knows_earlier)
+    shared = SharedAnswers(stream, server.memory, server.thread)
     server.ended.append(shared.finish)
     server.start()
     shared.start()
