@@ -387,14 +387,12 @@ def limits_of(config: ServiceConfig, model_positions: int) -> EngineLimits:
         prefill_chunk=config.prefill_chunk,
         max_budget=config.max_budget,
         prefix_cache=config.prefix_cache != "off",
-        memory=_memory_sizes(config),
+        # A share per API key, and if the users of a key are separated, one per concurrent user.
+        memory=MemorySizes(
+            num_bytes=config.memory_bytes,
+            owners=max(1, len(config.api_keys)),
+            scopes=config.max_sequences if config.prefix_cache == "per_client" else 1,
+            has_keys=bool(config.api_keys),
+        ),
         pace_seconds=config.pace_seconds,
     )
-
-
-def _memory_sizes(config: ServiceConfig) -> MemorySizes:
-    """Return the sizes of the memory for past answers: a share per API key, and if the users of a key are separated,
-    one per concurrent user."""
-    scopes = config.max_sequences if config.prefix_cache == "per_client" else 1
-    owners, has_keys = max(1, len(config.api_keys)), bool(config.api_keys)
-    return MemorySizes(num_bytes=config.memory_bytes, owners=owners, scopes=scopes, has_keys=has_keys)

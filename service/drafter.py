@@ -300,9 +300,18 @@ def _contents(tokenizer: PreTrainedTokenizerBase) -> dict[str, Mapping[int, obje
     }
 
 
-def drafting_sizes(target: Target, limits: EngineLimits, ledger: RegretLedger | None = None) -> DraftingSizes:
-    """Return the sizes of a drafter's tables in an engine of these limits. `ledger`: the engine's regret ledger."""
-    return DraftingSizes(
+def make_drafter(
+    name: str,
+    target: Target,
+    limits: EngineLimits,
+    weights: TrainedWeights | None = None,
+    ledger: RegretLedger | None = None,
+    draft_model: DraftModel | None = None,
+    observer: Observer | None = None,
+) -> Drafter:
+    """Build the drafter of that name, sized for the engine. `ledger`: the engine's. With an `observer` it is not
+    captured in CUDA graphs. Raises StartupError."""
+    sizes = DraftingSizes(
         max_sequences=limits.max_sequences,
         max_length=limits.max_model_len,
         vocab_size=target.vocab_size,
@@ -314,20 +323,6 @@ def drafting_sizes(target: Target, limits: EngineLimits, ledger: RegretLedger | 
         ledger=ledger or RegretLedger(),
         least_survival=limits.least_survival,
     )
-
-
-def make_drafter(
-    name: str,
-    target: Target,
-    limits: EngineLimits,
-    weights: TrainedWeights | None = None,
-    ledger: RegretLedger | None = None,
-    draft_model: DraftModel | None = None,
-    observer: Observer | None = None,
-) -> Drafter:
-    """Build the drafter of that name, sized for the engine. With an `observer` it is not captured in CUDA graphs.
-    Raises StartupError."""
-    sizes = drafting_sizes(target, limits, ledger)
     parts = Parts(
         sizes=sizes if observer is None else replace(sizes, capture=None, observer=observer),
         weights=weights,
