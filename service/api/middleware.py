@@ -5,6 +5,7 @@ the client.
 """
 
 import asyncio
+import hmac
 import logging
 import re
 import secrets
@@ -18,7 +19,7 @@ from service.api.errors import CLIENT_CLOSED_REQUEST, REQUEST_ID_HEADER, error_r
 from service.api.page import FEED_PATH, PAGE_PATHS
 from service.api.settings import ApiSettings
 from service.api.tenants import Tenant
-from service.api_keys import digest_of, is_same
+from service.api_keys import digest_of
 from service.config import is_loopback
 from service.errors import Forbidden, RequestError, RequestTimeout, RequestTooLarge, Unauthorized
 
@@ -159,7 +160,7 @@ def _unknown_key(scope: Scope, headers: Headers, settings: ApiSettings) -> Unaut
     offered = digest_of(sent.strip().encode("latin-1")) if scheme.lower() == "bearer" else None
     if _for_operators(scope):
         expected = settings.admin_digest
-        known = offered is not None and expected is not None and is_same(offered, expected)
+        known = offered is not None and expected is not None and hmac.compare_digest(offered, expected)
         return None if known else Unauthorized(_NO_ADMIN_KEY, code="invalid_api_key")
     open_paths = _PROBES | PAGE_PATHS | (_OBSERVERS if settings.open_metrics else frozenset())
     if not settings.tenants or scope["path"] in open_paths:

@@ -7,6 +7,7 @@ Everything here runs on the event loop and counts the requests of this process o
 
 import asyncio
 import hashlib
+import hmac
 import json
 import logging
 import math
@@ -14,7 +15,7 @@ import os
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext, suppress
 from datetime import UTC, datetime
 from pathlib import Path
@@ -22,7 +23,7 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, NonNegativeInt, ValidationError
 
 from drafters.files import lock, replace_file
-from service.api_keys import ApiKey, digest_in, is_same
+from service.api_keys import ApiKey, digest_in
 from service.errors import InvalidRequest, QuotaUsedUp, RequestError, RequestLimit, StartupError, TokenLimit
 
 logger = logging.getLogger(__name__)
@@ -243,22 +244,19 @@ def _read(file: Path) -> _Saved | None:
 class Tenant:
     """API key with its limits and its current use."""
 
-    def __init__(self, key: ApiKey, use: MonthlyUse | None, *, clock: Clock) -> None:
+    def __init__(self, key: ApiKey, use: MonthlyUse | None, refusals: Counter[str], *, clock: Clock) -> None:
+        """`refusals`: counts refused requests by `reason:name of the key`."""
         self.digest = digest_in(key.key)
         self.name = key.name or ""
-        self.refused: Counter[str] = Counter()  # refused requests by limit
+        self._refusals = refusals
         requests, tokens, budget = key.requests_per_minute, key.tokens_per_minute, key.budget_tokens
         self._requests = None if requests is None else PerMinute(requests, clock=clock)
         self._tokens = None if tokens is None else PerMinute(tokens, clock=clock)
-        self._budget = None if use is None or budget is None else PerMonth(budget, use, self._account)
+        # A budget is stored under the key's name, or under a hash of its hash, which no client can send as a key.
+        account = self.name or "sha256:" + hashlib.sha256(self.digest).hexdigest()[:16]
+        self._budget = None if use is None or budget is None else PerMonth(budget, use, account)
         self.max_concurrent = key.max_concurrent
         self.num_running = 0
-
-    @property
-    def _account(self) -> str:
-        """Name under which the budget is stored: the key's name, or a hash of its hash, which no client can send as a
-        key."""
-        return self.name or "sha256:" + hashlib.sha256(self.digest).hexdigest()[:16]
 
     @property
     def headers(self) -> dict[str, str]:
@@ -287,7 +285,7 @@ class Tenant:
 
     def _refusal(self, reason: str, error: type[RequestError], what: str, wait_seconds: float) -> RequestError:
         """Count a refusal after which a retry may succeed, and return its error."""
-        self.refused[reason] += 1
+        self._refusals[f"{reason}:{self.name}"] += 1
         wait = _whole(wait_seconds)
         message = f"Rate limit reached for this API key on {what}. Please try again in {duration(wait)}."
         return error(message, code=_CODE, retry_after_seconds=wait)
@@ -317,7 +315,7 @@ class Tenant:
         return found
 
     def _too_large(self, limit: str, tokens: int, param: str | None, *, reason: str) -> InvalidRequest:
-        self.refused[reason] += 1
+        self._refusals[f"{reason}:{self.name}"] += 1
         what, how = "prompt is", "Shorten it."
         if param is not None:
             what, how = "prompt and its longest possible answers are", f"Shorten the prompt or lower '{param}'."
@@ -329,7 +327,7 @@ class Tenant:
         if budget.used + tokens <= budget.limit:  # running requests may release enough
             what = f"{what}, held by running requests {budget.limit - budget.used - budget.remaining}"
             return self._refusal("budget", TokenLimit, what, _SOON_SECONDS)
-        self.refused["budget"] += 1
+        self._refusals[f"budget:{self.name}"] += 1
         begins, wait = budget.months.next_month
         message = f"You exceeded your current quota on {what}. It resets at {begins}."
         return QuotaUsedUp(message, code=_QUOTA_CODE, retry_after_seconds=_whole(wait))
@@ -371,7 +369,8 @@ class Tenants:
     def __init__(self, keys: Sequence[ApiKey], folder: Path, *, clock: Clock = time.monotonic) -> None:
         """`folder`: holds the file of used budgets. Raises StartupError if the file cannot be used."""
         self._use = MonthlyUse(folder) if any(key.budget_tokens is not None for key in keys) else None
-        self._all = [Tenant(key, self._use, clock=clock) for key in keys]
+        self.refusals: Counter[str] = Counter()  # refused requests by `reason:name of the key`
+        self._all = [Tenant(key, self._use, self.refusals, clock=clock) for key in keys]
 
     def __bool__(self) -> bool:
         """Whether clients need a key."""
@@ -380,15 +379,8 @@ class Tenants:
     def find(self, digest: bytes) -> Tenant | None:
         """Return the tenant whose key has this digest, or None. All keys are compared, so that the time taken does not
         reveal a near match."""
-        found = [tenant for tenant in self._all if is_same(digest, tenant.digest)]
+        found = [tenant for tenant in self._all if hmac.compare_digest(digest, tenant.digest)]
         return found[0] if found else None
-
-    def refusals(self) -> Mapping[str, int]:
-        """Return the number of refused requests by `reason:name of the key`."""
-        found: Counter[str] = Counter()
-        for tenant in self._all:
-            found.update({f"{reason}:{tenant.name}": count for reason, count in tenant.refused.items()})
-        return found
 
     def kept(self) -> AbstractAsyncContextManager[None]:
         """Write used budgets to their file while the block runs, and at its end."""

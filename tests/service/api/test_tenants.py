@@ -324,7 +324,7 @@ async def test_refusals_are_counted_by_limit_and_name(tmp_path: Path) -> None:
     third.end()
     with pytest.raises(RequestError, match="requests per min"):
         acme.admit()
-    assert tenants.refusals() == {"concurrency:acme": 1, "concurrency:": 1, "budget:acme": 2, "requests:acme": 1}
+    assert tenants.refusals == {"concurrency:acme": 1, "concurrency:": 1, "budget:acme": 2, "requests:acme": 1}
 
 
 async def test_a_refusal_for_tokens_is_counted_and_every_limit_has_a_series() -> None:
@@ -333,5 +333,5 @@ async def test_a_refusal_for_tokens_is_counted_and_every_limit_has_a_series() ->
     assert tenant is not None
     with pytest.raises(RequestError, match="too large"):
         tenant.admit().reserve(10, 0, param="max_tokens")
-    assert tenants.refusals() == {"tokens:": 1}
+    assert tenants.refusals == {"tokens:": 1}
     assert set(LIMITS) == {"requests", "tokens", "concurrency", "budget"}
