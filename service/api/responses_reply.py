@@ -132,7 +132,8 @@ class ResponseReply:
             yield from self._close("completed")
             tool, call_id = self._tools.find(piece.text), self._job.call_id(0, piece.call)
             within: Json = {} if tool.namespace is None else {"namespace": tool.namespace}
-            yield from self._begin(_CUSTOM if tool.is_custom else _CALL, call_id=call_id, name=tool.name, **within)
+            kind = _CUSTOM if tool.type == "custom" else _CALL
+            yield from self._begin(kind, call_id=call_id, name=tool.name, **within)
             return
         if piece.kind == "thought" and self._open is None:
             yield from self._begin(_THOUGHT, summary=[])

@@ -4,11 +4,11 @@ custom tool takes one string, and the function of a namespace's tool is named af
 import json
 import re
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, JsonValue, Tag
 
-from service.api.schemas import FunctionName, MaxTokens, RefusalPart, Speculation, StrictBody
+from service.api.schemas import Function, FunctionName, MaxTokens, RefusalPart, Speculation, StrictBody
 from service.sampling_params import Body, SamplingFields
 from service.text.chat_template import past_arguments
 
@@ -31,26 +31,27 @@ class InputMessage(Body):
     content: str | Annotated[list[InputPart], Field(fail_fast=True, min_length=1)]
 
 
-class PastCall(Body):
+class _PastCall(Body):
+    """What calls of an earlier turn have in common."""
+
+    call_id: str
+    name: str
+    namespace: str | None = None
+    status: Literal["in_progress", "completed", "incomplete"] | None = None
+
+
+class PastCall(_PastCall):
     """A function call of an earlier turn."""
 
     type: Literal["function_call"]
-    call_id: str
-    name: str
-    namespace: str | None = None
     arguments: str
-    status: Literal["in_progress", "completed", "incomplete"] | None = None
 
 
-class PastCustomCall(Body):
+class PastCustomCall(_PastCall):
     """A call of a custom tool in an earlier turn."""
 
     type: Literal["custom_tool_call"]
-    call_id: str
-    name: str
-    namespace: str | None = None
     input: str
-    status: Literal["in_progress", "completed", "incomplete"] | None = None
 
 
 class CallOutput(Body):
@@ -115,14 +116,10 @@ class TextOptions(Body):
     verbosity: str | None = None
 
 
-class FunctionTool(Body):
+class FunctionTool(Function):
     """A function that the client runs."""
 
     type: Literal["function"]
-    name: FunctionName
-    description: str | None = None
-    parameters: dict[str, JsonValue] | None = None
-    strict: bool | None = None
 
 
 class AnyInput(StrictBody):
@@ -161,7 +158,7 @@ class Namespace(Body):
 
 
 class ToolReference(Body):
-    """A `tool_choice` that names a tool."""
+    """Kind and name of a tool, as a `tool_choice` gives them."""
 
     type: Literal["function", "custom"]
     name: str
@@ -208,15 +205,7 @@ INPUT = "input"
 """Name of the one argument of a custom tool's function."""
 
 
-class ToolName(NamedTuple):
-    """Name and kind of a client's tool."""
-
-    name: str
-    namespace: str | None
-    is_custom: bool
-
-
-def function_name(item: ToolName | ToolReference | PastCall | PastCustomCall) -> str:
+def function_name(item: ToolReference | PastCall | PastCustomCall) -> str:
     """Return the name of the function that represents a tool."""
     return item.name if item.namespace is None else f"{item.namespace}__{item.name}"
 
@@ -240,7 +229,7 @@ class ClientTools:
         """The tools in the format of chat completions."""
         self.grammars: dict[str, str] = {}
         """Lark grammars of custom inputs, by path in the request. They are not enforced, because calls are JSON."""
-        self._tools: dict[str, ToolName] = {}
+        self._tools: dict[str, ToolReference] = {}
         self._paths: list[str] = []
         for index, tool in enumerate(tools):
             if isinstance(tool, Namespace):
@@ -249,7 +238,7 @@ class ClientTools:
             else:
                 self._add(tool, f"tools.{index}", None)
 
-    def find(self, function: str) -> ToolName:
+    def find(self, function: str) -> ToolReference:
         """Return the tool that this function represents."""
         return self._tools[function]
 
@@ -260,7 +249,7 @@ class ClientTools:
         return self._paths[int(found[1])] + param[found.end() :]
 
     def _add(self, tool: FunctionTool | CustomTool, path: str, within: Namespace | None) -> None:
-        described = ToolName(tool.name, within.name if within else None, isinstance(tool, CustomTool))
+        described = ToolReference(type=tool.type, name=tool.name, namespace=within.name if within else None)
         texts = (within.description if within else None, tool.description)
         function: dict[str, Any] = {
             "name": function_name(described),
