@@ -137,9 +137,8 @@ class Forwarding:
                 self._note("resuming a stream", error)
                 continue
             if isinstance(found, WholeAnswer):
-                return NotReady(
-                    f"The replica failed, and no other resumes the stream: {_message_in(found)}", code="replica_lost"
-                )
+                reason = _error_in(found.body).get("message", f"status {found.status}")
+                return NotReady(f"The replica failed, and no other resumes the stream: {reason}", code="replica_lost")
             return None
         return _gave_up(self._breaks)
 
@@ -275,7 +274,3 @@ def _error_in(body: bytes) -> dict[str, JsonValue]:
 def _code_in(body: bytes) -> str | None:
     code = _error_in(body).get("code")
     return code if isinstance(code, str) else None
-
-
-def _message_in(refusal: WholeAnswer) -> str:
-    return str(_error_in(refusal.body).get("message", f"status {refusal.status}"))
