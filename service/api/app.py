@@ -14,9 +14,9 @@ from starlette.middleware.cors import CORSMiddleware
 from service import __version__
 from service.api.completions import completions_router
 from service.api.errors import REQUEST_ID_HEADER, install_error_handlers
-from service.api.info import RenderMetrics, adaptation_router, info_router, memory_router
+from service.api.info import RenderMetrics, info_router, learnt_router
 from service.api.middleware import AccessMiddleware, BodyMiddleware, HeadMiddleware, LimitMiddleware, RefusingMiddleware
-from service.api.page import Feed, feed_router, page_router
+from service.api.page import Feed, page_router
 from service.api.request_builder import RELAXED_HEADER
 from service.api.responses import responses_router
 from service.api.responses_schemas import ResponsesRequest
@@ -40,14 +40,6 @@ BODIES: Mapping[str, type[BaseModel]] = {
     "/detokenize": DetokenizeRequest,
     "/update_weights_from_disk": UpdateWeightsRequest,
 }
-
-_STREAM = "text/event-stream"
-_CONTENT_TYPES: Mapping[str, tuple[str, ...]] = {
-    **dict.fromkeys(("/v1/chat/completions", "/v1/completions", "/v1/responses"), ("application/json", _STREAM)),
-    "/adaptree/feed": (_STREAM,),
-    "/metrics": ("text/plain", "application/openmetrics-text"),
-}
-"""Content types of responses that are not only JSON."""
 
 _TEXT = {"type": ["string", "null"]}
 _ERROR = {
@@ -82,15 +74,14 @@ def create_app(runtime: Runtime, settings: ApiSettings, *, live: Live, render_me
         docs_url=None,
         redoc_url=None,
         redirect_slashes=False,
+        responses={"default": REFUSAL},
     )
     install_error_handlers(app)
     app.include_router(completions_router(server))
     app.include_router(responses_router(server))
     app.include_router(info_router(server, live, render_metrics))
-    app.include_router(adaptation_router(server))
-    app.include_router(memory_router(server))
-    app.include_router(page_router())
-    app.include_router(feed_router(feed))
+    app.include_router(learnt_router(server))
+    app.include_router(page_router(feed))
     app.openapi = cache(partial(_openapi, app))  # type: ignore[method-assign]  # also read for each unknown path
     return app
 
@@ -130,10 +121,6 @@ def _openapi(app: FastAPI) -> dict[str, Any]:
     models: list[tuple[type[BaseModel], JsonSchemaMode]] = [(model, "validation") for model in BODIES.values()]
     _, schemas = models_json_schema(models, ref_template="#/components/schemas/{model}")
     document["components"] = {"schemas": schemas["$defs"]}
-    for path, operations in document["paths"].items():
-        content: dict[str, Any] = {content_type: {} for content_type in _CONTENT_TYPES.get(path, ("application/json",))}
-        for operation in operations.values():
-            operation["responses"] = {"200": {"description": "The answer.", "content": content}, "default": REFUSAL}
     for path, model in BODIES.items():
         schema = {"$ref": f"#/components/schemas/{model.__name__}"}
         body = {"required": True, "content": {"application/json": {"schema": schema}}}

@@ -16,7 +16,7 @@ from service.api.request_builder import Completion, Job, build, start
 from service.api.resumption import HEADER, resumable, resume_point
 from service.api.schemas import ChatCompletionRequest, CompletionRequest
 from service.api.settings import Server
-from service.api.sse import EventStream, collect, events, json_response, unless_client_gone
+from service.api.sse import STREAMED, EventStream, collect, events, json_response, unless_client_gone
 from service.engine.requests import FinishReason, SequenceOutput, TokenLogprob
 from service.runtime import ModelCard
 from service.text.answers import AnswerReader, Piece
@@ -30,11 +30,11 @@ def completions_router(server: Server) -> APIRouter:
     """Build the router of chat completions and text completions."""
     router = APIRouter()
 
-    @router.post("/v1/chat/completions")
+    @router.post("/v1/chat/completions", responses=STREAMED)
     async def create_chat_completion(request: Request) -> Response:
         return await _answer(request, await read_body(request, ChatCompletionRequest, server), server, ChatReply)
 
-    @router.post("/v1/completions")
+    @router.post("/v1/completions", responses=STREAMED)
     async def create_completion(request: Request) -> Response:
         return await _answer(request, await read_body(request, CompletionRequest, server), server, TextReply)
 
@@ -52,7 +52,7 @@ async def _answer(request: Request, body: Completion, server: Server, form: type
     job, ids = await resumable(job, body, resumed, runtime)
     reply, outputs = form(job, runtime.card, runtime.tokenizer), start(job, server, request)
     frames = events(outputs, reply, ids, pads=job.release.pads)
-    return EventStream(frames, outputs, release=job.release, headers=job.headers)
+    return EventStream(frames, outputs, seconds=job.release.seconds, headers=job.headers)
 
 
 class ChatReply(Reply):

@@ -11,7 +11,7 @@ import pydantic_core
 from fastapi import APIRouter
 from pydantic import JsonValue
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import PlainTextResponse, Response
 
 from adaptation.records import AdaptationError, AdaptationStatus
 from service import __version__
@@ -78,7 +78,7 @@ def info_router(server: Server, live: Live, render_metrics: RenderMetrics) -> AP
             raise NotReady("The engine has stopped.", code="engine_stopped") from error
         return json_response({"status": server.runtime.state, "switched_off": {**live.guard.switched_off}})
 
-    @router.get("/metrics")
+    @router.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
         content, media_type = await render_metrics()
         return Response(content, headers={"content-type": media_type})
@@ -114,8 +114,9 @@ def _tokenize(body: TokenizeRequest, tokenizer: ChatTokenizer, control: bool) ->
     raise InvalidRequest("Send either 'prompt' or 'messages'.", param="prompt")
 
 
-def memory_router(server: Server) -> APIRouter:
-    """Build the router that forgets past answers. A drafter that has learnt from them stays as it is."""
+def learnt_router(server: Server) -> APIRouter:
+    """Build the router of what was learnt: it forgets past answers, which leaves a drafter that has learnt from them as
+    it is, and has the operators' commands for learning, whose responses may wait for an update in progress."""
     router = APIRouter()
 
     @router.delete("/v1/memory", name="forget_own")
@@ -128,18 +129,6 @@ def memory_router(server: Server) -> APIRouter:
     async def forget_all() -> Response:
         """Forget the past answers of all scopes. For operators."""
         return _forgotten(server, None)
-
-    return router
-
-
-def _forgotten(server: Server, scope: str | None) -> Response:
-    server.runtime.forget(scope)
-    return json_response({"object": "memory", "deleted": True})
-
-
-def adaptation_router(server: Server) -> APIRouter:
-    """Build the router of the operators' commands for learning. Responses may wait for an update in progress."""
-    router = APIRouter()
 
     @router.get("/v1/adaptation")
     async def show() -> Response:
@@ -154,6 +143,11 @@ def adaptation_router(server: Server) -> APIRouter:
         return await _load(await read_body(request, UpdateWeightsRequest, server), server)
 
     return router
+
+
+def _forgotten(server: Server, scope: str | None) -> Response:
+    server.runtime.forget(scope)
+    return json_response({"object": "memory", "deleted": True})
 
 
 async def _state_after(server: Server, change: Callable[[AdaptationControl], object] = lambda _: None) -> Response:

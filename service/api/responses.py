@@ -38,7 +38,7 @@ from service.api.responses_schemas import (
 from service.api.resumption import HEADER, resumable, resume_point
 from service.api.schemas import ChatCompletionRequest, text_of
 from service.api.settings import Server
-from service.api.sse import EventIds, EventStream, collect, events, json_response, unless_client_gone
+from service.api.sse import STREAMED, EventIds, EventStream, collect, events, json_response, unless_client_gone
 from service.errors import InvalidRequest, NotFound, RequestTooLarge
 from service.sampling_params import SamplingFields
 
@@ -192,7 +192,7 @@ def responses_router(server: Server) -> APIRouter:
     """Build the router of `/v1/responses`, with its own response store."""
     router, store = APIRouter(), ResponseStore()
 
-    @router.post("/v1/responses")
+    @router.post("/v1/responses", responses=STREAMED)
     async def create_response(request: Request) -> Response:
         body, runtime = await read_body(request, ResponsesRequest, server), server.runtime
         scope = server.scope_of(request, body.safety_identifier or body.user)
@@ -225,7 +225,7 @@ def responses_router(server: Server) -> APIRouter:
             outputs = start(job, server, request)
         if body.stream:
             frames = events(outputs, reply, ids, done=b"", pads=job.release.pads)
-            return EventStream(frames, outputs, release=job.release, headers=job.headers)
+            return EventStream(frames, outputs, seconds=job.release.seconds, headers=job.headers)
         response = reply.whole(await collect(request, outputs, job.release))
         return await away(partial(json_response, response, headers=job.headers))
 

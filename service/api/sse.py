@@ -38,6 +38,8 @@ PING_SECONDS = 15.0
 DONE = b"data: [DONE]\n\n"
 EVENT_BYTES = 1024
 """The size of a padded event is a multiple of this; an event of one token has exactly this size."""
+STREAMED: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {}}}}
+"""What the OpenAPI document says of a route that may stream."""
 _OBFUSCATION = "obfuscation"
 """OpenAI's name of the field that pads events."""
 
@@ -52,9 +54,6 @@ class Release:
     def apply(self, request: GenerationRequest) -> GenerationRequest:
         """Return the request, with one output per token if the release hides steps."""
         return request if self.seconds is None else replace(request, single_token_outputs=request.sampling.max_tokens)
-
-
-IMMEDIATE = Release()
 
 
 def release_of(body: CompletionFields, *, choices: int, server_seconds: float | None) -> Release:
@@ -188,20 +187,20 @@ def _json(payload: Mapping[str, Any]) -> bytes:
 
 class EventStream(StreamingResponse):
     """Response that sends frames as they become ready, and a ping after `ping_seconds` without one. Always exits the
-    context `outputs`."""
+    context `outputs`. `seconds`: time between two frames (`Release`)."""
 
     def __init__(
         self,
         frames: AsyncGenerator[bytes, None],
         outputs: AbstractContextManager[object],
         *,
-        release: Release = IMMEDIATE,
+        seconds: float | None = None,
         ping_seconds: float = PING_SECONDS,
         headers: Mapping[str, str] | None = None,
     ) -> None:
         every = {"cache-control": "no-cache", "x-accel-buffering": "no"}
         super().__init__(frames, media_type="text/event-stream", headers={**every, **(headers or {})})
-        self._frames = frames if release.seconds is None else at_constant_rate(frames, release.seconds)
+        self._frames = frames if seconds is None else at_constant_rate(frames, seconds)
         self._outputs = outputs
         self._ping_seconds = ping_seconds
         self._sending = asyncio.Lock()

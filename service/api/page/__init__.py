@@ -20,7 +20,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from service.api.sse import EventStream, frame
+from service.api.sse import STREAMED, EventStream, frame
 from service.errors import RequestError
 from service.observability.live import Live
 from service.runtime import Runtime
@@ -48,10 +48,16 @@ _HEADERS: Final = {
 }
 
 
-def page_router() -> APIRouter:
-    """Build the router of the page's files."""
+def page_router(feed: "Feed") -> APIRouter:
+    """Build the router of the page's files and of its feed."""
     paths = {"/" if name == _START else _FOLDER + name: name for name in _FILES}
-    return APIRouter(routes=[_route(path, name) for path, name in paths.items()])
+    router = APIRouter(routes=[_route(path, name) for path, name in paths.items()])
+
+    @router.get(FEED_PATH, response_class=Response, responses=STREAMED)
+    async def follow() -> Response:
+        return EventStream(feed.frames(), nullcontext())
+
+    return router
 
 
 def _route(path: str, name: str) -> Route:
@@ -78,7 +84,6 @@ class Feed:
         self._number = 0
         self._frame = b""
         self._ends = False  # whether `_frame` is the last one
-        self._num_readers = 0
         self._status_query: asyncio.Task[None] | None = None
 
     @asynccontextmanager
@@ -96,25 +101,19 @@ class Feed:
     async def frames(self) -> AsyncGenerator[bytes, None]:
         """Yield the frames for one reader: the history, then each new sample. Ends when the server drains, because
         draining waits for open connections."""
-        seen = self._number
-        self._num_readers += 1
-        try:
-            yield b"event: past\n" + frame(pydantic_core.to_jsonable_python(self._live.past()))
-            ends = False
-            while not ends:
-                async with self._changed:
-                    while self._number <= seen:
-                        await self._changed.wait()
-                    seen, newest, ends = self._number, self._frame, self._ends
-                yield newest
-        finally:
-            self._num_readers -= 1
+        seen, ends = self._number, False
+        yield b"event: past\n" + frame(pydantic_core.to_jsonable_python(self._live.past()))
+        while not ends:
+            async with self._changed:
+                while self._number <= seen:
+                    await self._changed.wait()
+                seen, newest, ends = self._number, self._frame, self._ends
+            yield newest
 
     async def _run(self) -> None:
         while True:
             await asyncio.sleep(self._tick_seconds)
-            if self._num_readers or not self._live.is_quiet:
-                self._query_learning()
+            self._query_learning()
             # No await in this block: a reader must not get the same sample in the history and again as a new frame.
             async with self._changed:
                 moment = pydantic_core.to_jsonable_python(self._live.tick())
@@ -136,14 +135,3 @@ class Feed:
             return  # learning is off, not started or stopped
         except Exception:
             logger.exception("could not read the status of learning for the live feed")
-
-
-def feed_router(feed: Feed) -> APIRouter:
-    """Build the router of the feed."""
-    router = APIRouter()
-
-    @router.get(FEED_PATH)
-    async def follow() -> Response:
-        return EventStream(feed.frames(), nullcontext())
-
-    return router
