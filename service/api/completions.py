@@ -154,21 +154,16 @@ def _delta(number: int, delta: Json) -> Json:
 
 
 class _LogprobRecord(NamedTuple):
-    """Log-probabilities of one token of a text completion and its alternatives."""
+    """Log-probabilities of one token of a text completion and its alternatives. An answer has a list of each field."""
 
-    text: str
-    logprob: float | None
-    top: JsonValue  # log-probabilities of alternatives, by text
-    offset: int  # position of the token in the sent text, in characters
+    tokens: str
+    token_logprobs: float | None
+    top_logprobs: JsonValue  # of alternatives, by text
+    text_offset: int  # position of the token in the sent text, in characters
 
 
 def _in_parallel(records: Sequence[_LogprobRecord]) -> Json:
-    return {
-        "tokens": [record.text for record in records],
-        "token_logprobs": [record.logprob for record in records],
-        "top_logprobs": [record.top for record in records],
-        "text_offset": [record.offset for record in records],
-    }
+    return {field: [getattr(record, field) for record in records] for field in _LogprobRecord._fields}
 
 
 class TextReply(Reply):

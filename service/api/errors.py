@@ -16,10 +16,6 @@ REQUEST_ID_HEADER = "x-request-id"
 CLIENT_CLOSED_REQUEST = 499
 
 
-class ClientGoneError(Exception):
-    """The client closed its connection before the answer was complete."""
-
-
 def error_body(error: RequestError) -> dict[str, dict[str, str | None]]:
     """Format an error as OpenAI's error body."""
     return {"error": {"message": error.message, "type": error.kind, "param": error.param, "code": error.code}}
@@ -47,7 +43,6 @@ def install_error_handlers(app: FastAPI) -> None:
     """Register handlers that answer every exception with an error body."""
     app.add_exception_handler(RequestError, _on_request_error)
     app.add_exception_handler(HTTPException, _on_http_exception)
-    app.add_exception_handler(ClientGoneError, _on_client_gone)
     app.add_exception_handler(ClientDisconnect, _on_client_gone)
     app.add_exception_handler(Exception, _on_bug)
 

@@ -15,11 +15,11 @@ from typing import Any, Protocol, TypeVar
 
 import pydantic_core
 from pydantic import JsonValue
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from service.api.errors import ClientGoneError, internal_error
+from service.api.errors import internal_error
 from service.api.schemas import LEAST_RELEASE_SECONDS, CompletionFields
 from service.door import OutputStream
 from service.engine.requests import GenerationRequest, SequenceOutput
@@ -207,7 +207,7 @@ class EventStream(StreamingResponse):
         self._last_sent_seconds = 0.0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with self._outputs, suppress(ClientGoneError, OSError):
+        with self._outputs, suppress(ClientDisconnect, OSError):
             await unless_client_gone(receive, self._send_all(send))
 
     async def _send_all(self, send: Send) -> None:
@@ -257,13 +257,13 @@ def json_response(payload: Chunk, status: int = 200, *, headers: Mapping[str, st
 
 
 async def unless_client_gone(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
-    """Await `work`, or cancel it and raise ClientGoneError when the client closes its connection."""
+    """Await `work`, or cancel it and raise ClientDisconnect when the client closes its connection."""
     working = asyncio.create_task(work)
     watching = asyncio.create_task(_wait_for_disconnect(receive))
     try:
         await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
-            raise ClientGoneError
+            raise ClientDisconnect
         return working.result()
     finally:
         working.cancel()

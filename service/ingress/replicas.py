@@ -3,9 +3,9 @@
 import asyncio
 import hashlib
 import json
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Sequence
-from contextlib import AsyncExitStack, contextmanager
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Protocol
 from urllib.parse import quote
 
@@ -136,12 +136,14 @@ class HttpReplicas:
 
         url = min(others, key=rank)
         tried.add(url)
-        async with AsyncExitStack() as stack:
-            stack.enter_context(self._counted(url))
+        self._running[url] += 1
+        try:
             response = await self._response(url, request)
-            stack.push_async_callback(self._closed, url, response)
-            held = stack.pop_all()
-        return ReplicaAnswer(response.status_code, passed_on(response.headers.raw), _chunks(response), held.aclose)
+        except BaseException:
+            self._running[url] -= 1
+            raise
+        close = partial(self._close_answer, url, response)
+        return ReplicaAnswer(response.status_code, passed_on(response.headers.raw), _chunks(response), close)
 
     async def close(self) -> None:
         """Stop all probes and close all connections."""
@@ -149,14 +151,6 @@ class HttpReplicas:
             probe.cancel()
         await asyncio.gather(*self._probes.values(), return_exceptions=True)
         await self._client.aclose()
-
-    @contextmanager
-    def _counted(self, url: str) -> Iterator[None]:
-        self._running[url] += 1
-        try:
-            yield
-        finally:
-            self._running[url] -= 1
 
     async def _response(self, url: str, request: ForwardedRequest) -> httpx.Response:
         """Send a request and wait for the response headers, which an unstreamed answer sends with its body. Raises
@@ -178,7 +172,8 @@ class HttpReplicas:
         finally:
             sending.cancel()
 
-    async def _closed(self, url: str, response: httpx.Response) -> None:
+    async def _close_answer(self, url: str, response: httpx.Response) -> None:
+        self._running[url] -= 1
         if not response.is_closed:
             self._probe(url)  # the stream was interrupted, or the client has disconnected
         await response.aclose()

@@ -223,8 +223,7 @@ class GrammarCompiler:
     def _matcher_of(self, kind: GrammarKind, value: Any) -> tuple[LLMatcher, int]:
         """Return the matcher of a grammar, and the length of the grammar in Lark syntax. Raises GrammarError."""
         lark = as_lark(kind, value)
-        _refuse_large(lark)
-        _refuse_least_integer(lark)
+        _refuse_harmful(lark)
         return LLMatcher(self._vocabulary, LLMatcher.grammar_from_lark(lark), log_level=0), len(lark)
 
 
@@ -248,16 +247,14 @@ class _LiteralTokenizer(TokenizerWrapper):
         return self._tokenizer.encode(text)
 
 
-def _refuse_large(lark: str) -> None:
-    """Raise GrammarError for a grammar that could take llguidance seconds or overflow its stack."""
+def _refuse_harmful(lark: str) -> None:
+    """Raise GrammarError for a grammar that could take llguidance seconds or overflow its stack, and for the integer
+    -2**63, on which llguidance 1.9 hangs the process."""
     if len(lark) > _MAX_CHARACTERS:
         raise GrammarError(f"it is longer than {_MAX_CHARACTERS} characters")
     if lark.count("\n") + max(schema.count("{") for schema in lark.split("%json")) > _MAX_PARTS:
         raise GrammarError(f"it has more than {_MAX_PARTS} parts")
 
-
-def _refuse_least_integer(lark: str) -> None:
-    """Raise GrammarError for the integer -2**63, on which llguidance 1.9 hangs the process."""
     for found in _LARGE.findall(lark):
         if float(found) == -(2.0**63):
             raise GrammarError(f"the integer {found} is not supported")
