@@ -16,15 +16,11 @@ _STEPS = np.zeros(256, dtype=np.int8)  # change of nesting depth, by character c
 _STEPS[[*b"[{"]], _STEPS[[*b"]}"]] = 1, -1
 
 
-class AdaptreeError(Exception):
-    """Base of all errors that are not bugs."""
-
-
-class StartupError(AdaptreeError):
+class StartupError(Exception):
     """The server cannot start as configured; the message names the setting to change, and how."""
 
 
-class RequestError(AdaptreeError):
+class RequestError(Exception):
     """A request that cannot be served, with the fields of OpenAI's error body."""
 
     status: ClassVar[int]

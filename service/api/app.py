@@ -1,7 +1,7 @@
 """The HTTP application: its routes, its middleware and its OpenAPI document."""
 
-from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from functools import cache, partial
 from typing import Any
 
@@ -28,7 +28,6 @@ from service.api.schemas import (
     UpdateWeightsRequest,
 )
 from service.api.settings import ApiSettings, Server
-from service.api.tenants import Tenants
 from service.observability.live import Live
 from service.runtime import Runtime
 
@@ -59,10 +58,18 @@ REFUSAL: dict[str, Any] = {
 def create_app(runtime: Runtime, settings: ApiSettings, *, live: Live, render_metrics: RenderMetrics) -> FastAPI:
     """Create the application; its lifespan starts and stops the runtime."""
     server, feed = Server(runtime, settings), Feed(live, runtime)
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        async with settings.tenants.kept(), feed.running():
+            await runtime.start()
+            yield
+            await runtime.stop()
+
     app = FastAPI(
         title="adaptree",
         version=__version__,
-        lifespan=_lifespan(runtime, settings.tenants, feed),
+        lifespan=lifespan,
         middleware=[  # outermost first
             Middleware(AccessMiddleware),
             *_cross_origin(settings),
@@ -102,17 +109,6 @@ def _cross_origin(settings: ApiSettings) -> list[Middleware]:
             expose_headers=exposed,
         )
     ]
-
-
-def _lifespan(runtime: Runtime, tenants: Tenants, feed: Feed) -> Callable[[FastAPI], AbstractAsyncContextManager[None]]:
-    @asynccontextmanager
-    async def run(app: FastAPI) -> AsyncIterator[None]:
-        async with tenants.kept(), feed.running():
-            await runtime.start()
-            yield
-            await runtime.stop()
-
-    return run
 
 
 def _openapi(app: FastAPI) -> dict[str, Any]:

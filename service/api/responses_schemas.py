@@ -8,17 +8,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, JsonValue, Tag
 
-from service.api.schemas import Function, FunctionName, MaxTokens, RefusalPart, Speculation, StrictBody
+from service.api.schemas import Function, FunctionName, InputText, MaxTokens, RefusalPart, Speculation, StrictBody
 from service.sampling_params import Body, SamplingFields
 from service.text.chat_template import past_arguments
-
-
-class InputText(Body):
-    """Text part of a message's content."""
-
-    type: Literal["input_text", "output_text", "text"]
-    text: str
-
 
 InputPart = Annotated[InputText | RefusalPart, Field(discriminator="type")]
 

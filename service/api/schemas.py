@@ -1,7 +1,7 @@
 """Request bodies: types and ranges only. The request builder checks what depends on the model or on several fields."""
 
 from collections.abc import Sequence
-from typing import Annotated, Literal, Protocol
+from typing import Annotated, Literal
 
 from pydantic import ConfigDict, Field, JsonValue
 
@@ -69,12 +69,14 @@ Part = Annotated[TextPart | RefusalPart, Field(discriminator="type")]
 Content = str | Annotated[list[Part], Field(fail_fast=True, min_length=1)]
 
 
-class _HasText(Protocol):
-    @property
-    def text(self) -> str: ...
+class InputText(Body):
+    """Text part of a message's content in `/v1/responses`."""
+
+    type: Literal["input_text", "output_text", "text"]
+    text: str
 
 
-def text_of(content: str | Sequence[_HasText]) -> str:
+def text_of(content: str | Sequence[TextPart | RefusalPart | InputText]) -> str:
     """Return content as one string. Parts are joined by line breaks, so that no word forms across two parts."""
     return content if isinstance(content, str) else "\n".join(part.text for part in content)
 

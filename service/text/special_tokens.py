@@ -49,7 +49,7 @@ class SpecialTokenGuard:
         """`find`: finds the names (`finder`)."""
         self._nonce = secrets.token_hex(12)
         self._find = find
-        self._find_word = re.compile(self._nonce + r"x([0-9a-f]+)x")
+        self._find_word = re.compile(self._nonce + r"x((?:[0-9a-f]{2})+)x")
         self.hid_something = False
 
     def hide(self, value: JsonValue) -> JsonValue:
@@ -65,7 +65,7 @@ class SpecialTokenGuard:
 
     def reveal(self, text: str) -> str:
         """Restore the names in rendered text. Raises InvalidRequest if the template changed a replacement word."""
-        revealed = self._find_word.sub(lambda match: bytes.fromhex(match[1]).decode(), text)
+        revealed = self._find_word.sub(lambda match: bytes.fromhex(match[1]).decode(errors="replace"), text)
         if self._nonce in revealed.lower():
             raise InvalidRequest(
                 "The messages contain special tokens that this model's chat template cannot keep as text.",

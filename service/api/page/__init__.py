@@ -113,7 +113,8 @@ class Feed:
     async def _run(self) -> None:
         while True:
             await asyncio.sleep(self._tick_seconds)
-            self._query_learning()
+            if self._status_query is None or self._status_query.done():  # else it waits for an update
+                self._status_query = asyncio.create_task(self._observe_learning())
             # No await in this block: a reader must not get the same sample in the history and again as a new frame.
             async with self._changed:
                 moment = pydantic_core.to_jsonable_python(self._live.tick())
@@ -122,11 +123,6 @@ class Feed:
                 self._frame, self._ends = frame({"state": state, "learns": learns, **moment}), state == "draining"
                 self._number += 1
                 self._changed.notify_all()
-
-    def _query_learning(self) -> None:
-        """Start to read the status of learning, unless the previous query is still waiting for an update."""
-        if self._status_query is None or self._status_query.done():
-            self._status_query = asyncio.create_task(self._observe_learning())
 
     async def _observe_learning(self) -> None:
         try:
