@@ -110,7 +110,7 @@ def _speed(
     limit: Limit = None,
     temperature: Temperatures = [0.0],  # noqa: B006  # read as a signature, never changed
     max_tokens: AnswerTokens = 128,
-    concurrency: Concurrency = 1,
+    concurrency: Annotated[int, typer.Option(min=1, help="Requests in flight at a time.")] = 1,
     seed: Seed = 0,
     out: Out = None,
 ) -> bool:

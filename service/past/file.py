@@ -169,7 +169,6 @@ class MemoryFile:
     """
 
     def __init__(self, file: AnswersFile, drafter: MemoryDrafter, engine: EngineThread) -> None:
-        self.path = file.path
         self._file, self._drafter, self._engine = file, drafter, engine
         self._pause = _LEAST_PAUSE_SECONDS
         self._has_new, self._stopping = False, threading.Event()
@@ -178,6 +177,11 @@ class MemoryFile:
         self._is_ours = self._is_read = self._write_failed = False
         self._thread = threading.Thread(target=self._run, name="memory file", daemon=True)
         drafter.past.listeners.append(self)
+
+    @property
+    def path(self) -> Path:
+        """Path of the file of past answers."""
+        return self._file.path
 
     def start(self) -> None:
         """Start the thread, which restores past answers from the file, and then writes them regularly."""
