@@ -20,7 +20,7 @@ from adaptation.policy import ARMS, Arm
 from adaptation.records import QuotaReason
 from drafters.feedback import DraftLabels, QueryFeedback
 from drafters.protocol import Noise
-from drafters.training.corpus import Example
+from drafters.training.corpus import Example, RecordedMemory
 
 _QUERY_POSITIONS = 32  # largest number of rejected positions learnt from per query
 _HALF_LIFE_SECONDS = 600.0  # half-life of a client's past use
@@ -193,6 +193,10 @@ def example_of(feedback: QueryFeedback) -> Example | None:
     if tokens.shape[0] - prompt < _LEAST_ANSWER:
         return None
     last = feedback.features.new_zeros(1, feedback.features.shape[1])
+    memory = None
+    if feedback.past is not None and feedback.regression is not None:
+        before, lines = torch.tensor(feedback.query.tokens[: feedback.first]), feedback.past[unlabelled:]
+        memory = RecordedMemory(before.long(), lines, feedback.regression, feedback.query.nodes_of_drafts)
     return Example(
         tokens=tokens,
         features=torch.cat([feedback.features, last]),
@@ -202,6 +206,7 @@ def example_of(feedback: QueryFeedback) -> Example | None:
         temperature=feedback.query.temperature,
         seed=feedback.query.seed,
         start=feedback.query.offset + feedback.first,
+        memory=memory,
     )
 
 

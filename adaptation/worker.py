@@ -276,6 +276,8 @@ def received(feedback: QueryFeedback, device: torch.device) -> QueryFeedback:
         features=_taken(feedback.features, device),
         top_ids=_taken(feedback.top_ids, device),
         top_logprobs=_taken(feedback.top_logprobs, device),
+        past=None if feedback.past is None else _taken(feedback.past, device),
+        regression=None if feedback.regression is None else _taken(feedback.regression, device),
         draft_labels=draft_labels,
         ready=None,
     )

@@ -11,6 +11,9 @@ from torch import Tensor
 from kernels.entries import NOWHERE as NOWHERE
 from kernels.entries import DraftLabels as DraftLabels
 
+USUAL_NODES = 8
+"""Nodes of a draft where the number is not known."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Query:
@@ -29,6 +32,7 @@ class Query:
     plain_steps: int  # decoding steps without drafted nodes
     seconds: float  # its share of the seconds of its decoding steps, prompts excluded; all queries sum to decoding time
     offset: int = 0  # absolute position of the first of `tokens`, if earlier ones are left out
+    drafted_nodes: int = 0  # verified nodes in all its steps
 
     @property
     def answer(self) -> Sequence[int]:
@@ -39,6 +43,11 @@ class Query:
     def num_steps(self) -> int:
         """Number of decoding steps."""
         return len(self.accepted) + self.plain_steps
+
+    @property
+    def nodes_of_drafts(self) -> int:
+        """Mean number of nodes of its steps with drafted nodes, rounded, at least 1; a usual one if there are none."""
+        return max(1, round(self.drafted_nodes / len(self.accepted))) if self.drafted_nodes else USUAL_NODES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +63,8 @@ class QueryFeedback:
     top_logprobs: Tensor  # [length - prompt, top] float16
     draft_labels: DraftLabels
     ready: torch.cuda.Event | None  # other streams may read the tensors after it; None: at any time
+    past: Tensor | None = None  # [length - prompt, orders, ways] int64, past answers' entries before each token
+    regression: Tensor | None = None  # [2, sets, weights] float32, the memory's weights and squares; both or none
 
     @property
     def recorded(self) -> bool:

@@ -33,6 +33,7 @@ class DraftContext:
     store: bool = True  # False: the sequence may be neither kept nor learned from
     scope: str | None = ""  # scope of the past answers that it reads and adds to, OWNER or OWNER/NAME; None: no scope
     warm: bool = False  # True: its temperature is above 0
+    regression: Tensor | None = None  # [2, sets, weights] float32, weights and squares of a memory that drafts too
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +96,7 @@ class Committed:
     host: HostMetadata | None = None  # rows and roots on the host
     logits: Tensor | None = None  # [logits, vocab], the target's, before temperature and filters; set if `wants_scores`
     chosen_by: Tensor | None = None  # [batch, depth + 1] int64, index of the logits that chose each token
+    past: Tensor | None = None  # [batch, depth + 1, orders, ways] int64, of `kernels.memory.past_lines`
 
 
 @dataclass(frozen=True, slots=True)

@@ -165,6 +165,8 @@ class Recordings(NamedTuple):
     wanted: Tensor  # [rows] bool, whether the row is recorded
     features: Tensor  # [rows, places, width], the target's at each position
     labels: DraftLabels  # [rows, places, ...], of the token at each position; NOWHERE if no block had a state for it
+    past: Tensor  # [rows, places, orders, ways] int64, `past_lines` of the token at each position
+    regression: Tensor  # [rows, 2, sets, weights] float32, the scope's weights and squares at the row's start
 
 
 class FirstBlocks(NamedTuple):

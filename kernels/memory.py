@@ -25,6 +25,7 @@ or above."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from math import floor
 from typing import NamedTuple
 
@@ -57,6 +58,7 @@ MOST_COUNT = (1 << COUNT_BITS) - 1
 SIGHTING = 16  # weight of one occurrence, in units of 1/16: counts can decay by an eighth
 AFTER_REJECTED = SIGHTING // 4
 _WORD = (1 << 64) - 1
+_BUCKET_MASK = (1 << 64 - BUCKET_SHIFT) - 1
 
 SHARE_EDGES = (0.15, 0.34, 0.6, 0.9, 0.99)  # bounds of a token's share of the counts after a context
 TOTAL_EDGES = (1.5, 2.5, 4.5, 9.5, 30.0)  # bounds of the sum of counts after a context
@@ -275,6 +277,35 @@ def _features(one: Candidate, known: Sequence[int], noise: int, *, claims: bool)
 
 def _strength_class(seen: Sighting) -> int:
     return 0 if seen.order < 0 else 1 + _num_below(seen.share, STRENGTH_EDGES)
+
+
+def past_lines(memory: Memory, rows: Tensor, tokens: Tensor) -> Tensor:
+    """Read the entries of the rows' PAST parts in the buckets of the contexts of committed tokens, before
+    `learn_committed` counts these. Zeros for a row without such a part; arbitrary entries of the part for padding, and
+    for contexts that are longer than the sequence. # rows [batch] int64; tokens [batch, width] int64 -> [batch, width,
+    len(ORDERS), WAYS] int64"""
+    first, buckets = memory.parts[rows, PAST].view(-1, 2, 1, 1).unbind(1)
+    mask = (buckets - 1).clamp(min=0)
+    places = first + (bucket_hashes(memory.tails[rows], tokens) & mask)
+    return memory.entries[places] * (buckets > 0)[..., None]
+
+
+def bucket_hashes(tails: Tensor, tokens: Tensor) -> Tensor:
+    """Return for the context of each token that part of the hashes whose lowest bits select a bucket
+    (`RowReader.places`). # tails [batch, CONTEXT] int64, the newest first; tokens [batch, width] int64 -> [batch,
+    width, len(ORDERS)] int64"""
+    factors, own = _order_factors(tokens.device)
+    contexts = (torch.cat([tails.flip(1), tokens[:, :-1]], dim=1) + 1).unfold(1, CONTEXT, 1)
+    return ((contexts[:, :, None] * factors).sum(-1) + own) >> BUCKET_SHIFT & _BUCKET_MASK
+
+
+@cache
+def _order_factors(device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return the factor of each token of a context, the oldest first, and of each order.
+    # -> [len(ORDERS), CONTEXT], [len(ORDERS)] int64"""
+    own, ages = _hash_factors().split([len(ORDERS), CONTEXT])
+    within = torch.arange(CONTEXT) < torch.tensor(ORDERS)[:, None]
+    return (ages * within).flip(1).to(device), own.to(device)
 
 
 def _hash_factors() -> Tensor:

@@ -31,6 +31,7 @@ from adaptation.records import Damaged, RefusalReason, Refused
 from adaptation.replicas.redis_store import QueryMessage
 from drafters.feedback import DraftLabels, Query, QueryFeedback
 from drafters.network.checkpoint import VOCABULARY, names_tokens
+from kernels.memory import FEATURES, ORDERS, WAYS, WEIGHT_SETS
 
 Record = TypeVar("Record")
 Kind = Literal["query", "version", "state", "answer"]
@@ -40,7 +41,8 @@ Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
 Seconds = Annotated[float, Field(ge=0)]
 _BETWEEN = b"\n"
 _NO_VERSION = -1
-_AS_THEY_ARE = ("client", "temperature", "seed", "plain_steps", "seconds")  # query fields copied into the header
+_AS_THEY_ARE = ("client", "temperature", "seed", "plain_steps", "drafted_nodes", "seconds")
+"""Fields of a query that are copied into the header."""
 
 
 def sign(kind: Kind, content: object, secret: Secret) -> bytes:
@@ -154,6 +156,7 @@ class QueryHeader:
     plain_steps: NonNegativeInt
     seconds: Seconds
     prompt: NonNegativeInt
+    drafted_nodes: NonNegativeInt = 0  # not sent by replicas of 0.3.0, nor is what a memory knew
 
 
 _VERSION = TypeAdapter(VersionRecord)
@@ -200,7 +203,7 @@ class QueryCodec:
             tensors = safetensors.torch.load(message.tensors)
         except safetensors.SafetensorError as error:
             raise Refused("torn", f"the tensors of the query cannot be decoded: {error}") from error
-        _check(tensors, header.prompt, self.shape)
+        _check(tensors, header, self.shape)
         return header, _feedback(header, tensors, version_of)
 
     def _header(self, message: QueryMessage) -> QueryHeader:
@@ -223,13 +226,16 @@ def _tensors(feedback: QueryFeedback) -> dict[str, Tensor]:
         **{f"labels.{name}": getattr(labels, name) for name in DraftLabels.__slots__},
         "labels.positions": labels.positions - first,
     }
+    if feedback.past is not None and feedback.regression is not None:
+        before = torch.tensor(feedback.query.tokens[:first], dtype=torch.int32)
+        named |= {"before": before, "past": feedback.past, "regression": feedback.regression}
     # Copies, because safetensors refuses tensors that share memory.
     return {name: value.detach().to("cpu", copy=True).contiguous() for name, value in named.items()}
 
 
-def _check(tensors: dict[str, Tensor], prompt: int, shape: QueryShape) -> None:
+def _check(tensors: dict[str, Tensor], header: QueryHeader, shape: QueryShape) -> None:
     """Check names, shapes, types, ids and numbers of a query's tensors. Raises Refused."""
-    length = tensors["tokens"].numel() if "tokens" in tensors else 0
+    length, prompt = tensors["tokens"].numel() if "tokens" in tensors else 0, header.prompt
     labels = tensors["labels.positions"].numel() if "labels.positions" in tensors else 0
     if not (2 <= length <= shape.most_tokens and prompt <= length and labels <= length - prompt):
         raise Refused("misfit", f"impossible query of {length} tokens, {prompt} of the prompt, {labels} labels")
@@ -247,6 +253,13 @@ def _check(tensors: dict[str, Tensor], prompt: int, shape: QueryShape) -> None:
         "labels.top_ids": ((labels, top), torch.int32, ids),
         "labels.top_logprobs": ((labels, top), torch.float16, number),
     }
+    if "past" in tensors:
+        before = min(header.offset, tensors["before"].numel() if "before" in tensors else 0)
+        expected |= {
+            "before": ((before,), torch.int32, ids),
+            "past": ((answer, len(ORDERS), WAYS), torch.int64, None),
+            "regression": ((2, WEIGHT_SETS, FEATURES), torch.float32, number),
+        }
     for name in sorted({*tensors, *expected}):
         found = (tuple(tensors[name].shape), tensors[name].dtype) if name in tensors else None
         if name not in expected or found != expected[name][:2]:
@@ -258,16 +271,20 @@ def _check(tensors: dict[str, Tensor], prompt: int, shape: QueryShape) -> None:
         not_finite = torch.isnan if name.endswith("logprobs") else lambda value: ~torch.isfinite(value)
         if bool(not_finite(value).any()):
             raise Refused("not_finite", f"{name} of the query")
+    if "past" in tensors and not bool((tensors["regression"][1] > 0).all()):
+        raise Refused("misfit", "sums of squares of the query's memory are not positive")
     if not bool((tensors["labels.positions"].diff() > 0).all()):
         raise Refused("misfit", "draft labels of the query are not in the order of its text")
 
 
 def _feedback(header: QueryHeader, tensors: dict[str, Tensor], version_of: Callable[[str], int]) -> QueryFeedback:
+    before = tensors["before"].tolist() if "before" in tensors else []
+    first, labels = len(before), {name: tensors[f"labels.{name}"] for name in DraftLabels.__slots__}
     query = Query(
         row=0,
-        tokens=tensors["tokens"].tolist(),
-        offset=header.offset,
-        num_prompt=header.prompt,
+        tokens=before + tensors["tokens"].tolist(),
+        offset=header.offset - first,
+        num_prompt=first + header.prompt,
         store=True,
         first_version=version_of(header.first_weights),
         version=version_of(header.weights),
@@ -276,11 +293,13 @@ def _feedback(header: QueryHeader, tensors: dict[str, Tensor], version_of: Calla
     )
     return QueryFeedback(
         query=query,
-        prompt=header.prompt,
-        first=0,
+        prompt=first + header.prompt,
+        first=first,
         features=tensors["features"],
         top_ids=tensors["top_ids"],
         top_logprobs=tensors["top_logprobs"],
-        draft_labels=DraftLabels(*(tensors[f"labels.{name}"] for name in DraftLabels.__slots__)),
+        draft_labels=DraftLabels(**(labels | {"positions": labels["positions"] + first})),
         ready=None,
+        past=tensors.get("past"),
+        regression=tensors.get("regression"),
     )

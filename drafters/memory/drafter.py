@@ -2,7 +2,7 @@
 Legend: batch; rows = sequences of the engine's table."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
@@ -17,11 +17,11 @@ from drafters.readback import Observe
 from drafters.tree import MAX_DEPTH, Candidates, DraftTree
 from kernels import ops
 from kernels.graph_runner import by_batch, send_lines
-from kernels.memory import NO_TOKEN, ORDERS, PAST, PREDICTION, TEXT, WAYS, Memory
+from kernels.memory import NO_TOKEN, ORDERS, PAST, PREDICTION, TEXT, WAYS, Memory, past_lines
 
 MAX_ANSWER_TOKENS = 8192
 """Tokens of a sequence for which its own part of the table has room; longer sequences lose the rarest contexts."""
-_LEARNING_RATE = 0.1  # of AdaGrad, for the joint distribution; 0.05 to 0.3 give the same trees
+LEARNING_RATE = 0.1  # of AdaGrad, for the joint distribution; 0.05 to 0.3 give the same trees
 
 
 @dataclass(slots=True)
@@ -104,7 +104,7 @@ class MemoryDrafter(Drafter):
         for context in contexts:
             self._start(context)
         if self._network is not None:
-            self._network.start(contexts)
+            self._network.start([replace(one, regression=self._regression(one.row)) for one in contexts])
 
     def read(self, read: Read) -> None:
         assert self._network is not None
@@ -125,7 +125,8 @@ class MemoryDrafter(Drafter):
 
     def commit(self, committed: Committed) -> None:
         network, target_tokens = self._network, committed.result.target_tokens
-        late = not (committed.follow or self._late.has_grown or committed.tree.width)
+        records = network is not None and self.wants_scores
+        late = not (committed.follow or self._late.has_grown or committed.tree.width or records)
         if late and committed.host is not None:  # a suspended memory leaves the token of each row to `_catch_up`
             for row, root in zip(committed.host.rows, committed.host.roots, strict=True):
                 if root - self._late.known.setdefault(row, root + 1) >= MAX_DEPTH:  # as many as a path has
@@ -133,12 +134,24 @@ class MemoryDrafter(Drafter):
         else:
             self._catch_up()
             self._late.known.clear()
+            if records:
+                committed = self._with_past(committed)
             observe = None if network is None else network.end_step()
             counts = self._learn((committed.rows, committed.tokens, committed.counts, committed.tree, target_tokens))
             self._outcomes.read(self.past.with_usage(counts), partial(self._count, observe))
             self._late.has_grown = False
         if network is not None:
             network.commit(committed)
+
+    def _with_past(self, committed: Committed) -> Committed:
+        """Add for the recorder what past answers know of the committed tokens before these are added to them."""
+        self._memory.roots.index_copy_(0, committed.rows, committed.positions)  # `grow` may not have been called
+        return replace(committed, past=past_lines(self._memory, committed.rows, committed.tokens))
+
+    def _regression(self, row: int) -> Tensor:
+        """Return a copy of weights and squares of the row's scope. # -> [2, WEIGHT_SETS, FEATURES]"""
+        memory, scope = self._memory, self._memory.scopes[row]
+        return torch.stack([memory.weights[scope], memory.squares[scope]])
 
     def _catch_up(self) -> None:
         """Count the tokens that were left, before anything else is read from the memory or written to it."""
@@ -244,5 +257,5 @@ def _grow(memory: Memory, sizes: DraftingSizes, rows: Tensor, proposed: DraftTre
 
 def _learn(memory: Memory, rows: Tensor, tokens: Tensor, counts: Tensor, tree: DraftTree, choices: Tensor) -> Tensor:
     """Update the memory with committed tokens. # shapes: see `learn_committed`"""
-    given = memory, rows, tokens, counts, tree, choices, _LEARNING_RATE
+    given = memory, rows, tokens, counts, tree, choices, LEARNING_RATE
     return ops.on(rows.device).learn_committed(*given)

@@ -15,6 +15,7 @@ from drafters.readback import reached
 from drafters.tree import MAX_DEPTH
 from kernels import ops
 from kernels.entries import NOWHERE, CommittedTokens, FirstBlocks, Recordings
+from kernels.memory import FEATURES, ORDERS, WAYS, WEIGHT_SETS
 
 _PAST_END = MAX_DEPTH + 1  # positions that a step may commit beyond the end of an answer
 
@@ -56,7 +57,10 @@ class FeedbackRecorder:
             top_logprobs=table(top, dtype=torch.float32),
         )
         no_rows = torch.zeros(max_sequences + 1, dtype=torch.bool, device=device)
-        self._tables = Recordings(no_rows, table(config.features_size), labels)
+        past, learned = table(len(ORDERS), WAYS, dtype=torch.int64), (max_sequences, 2, WEIGHT_SETS, FEATURES)
+        regression = torch.zeros(learned, device=device)
+        self._tables = Recordings(no_rows, table(config.features_size), labels, past, regression)
+        self._beside_memory = False  # whether a memory drafts too
         self._first, self._prompt = dict[int, int](), dict[int, int]()  # row -> first position with features, and label
         blocks = max_sequences + 1, config.block_size
         draft_vocab = int(t2d.max()) + 1  # planned transfer: at the start
@@ -94,6 +98,9 @@ class FeedbackRecorder:
                 self._prompt[row] = len(context.tokens)
                 self._first[row] = len(context.tokens) - 1
                 self._tables.labels.positions[row] = NOWHERE
+                self._beside_memory = context.regression is not None
+                if context.regression is not None:
+                    self._tables.regression[row] = context.regression
 
     @torch.inference_mode()
     def read(self, read: Read) -> None:
@@ -124,6 +131,10 @@ class FeedbackRecorder:
         given = committed.rows, committed.positions, committed.counts, committed.tree.num_nodes, committed.tokens
         of = CommittedTokens(*given, features, logits, chosen_by)
         self._ops.record_tokens(self._tables, self._blocks if grown else None, of)
+        if committed.past is not None:  # columns of padding are written again before they are read
+            first, places = committed.positions[:, None] + 1, self._tables.past.shape[1]
+            columns = torch.arange(committed.past.shape[1], device=first.device) + first
+            self._tables.past[committed.rows[:, None], columns % places] = committed.past
 
     def end(self, rows: Sequence[int]) -> None:
         """Stop recording these sequences. Their recordings stay until `finish`."""
@@ -151,6 +162,8 @@ class FeedbackRecorder:
             top_ids=kept.top_ids,
             top_logprobs=kept.top_logprobs,
             draft_labels=kept.take(marked.nonzero()[:, 0]),  # planned transfer: number of labels, once per query
+            past=self._tables.past[row, labels] if self._beside_memory else None,
+            regression=self._tables.regression[row].clone() if self._beside_memory else None,
             ready=reached(self._tables.features),
         )
 

@@ -48,6 +48,16 @@ class Shard:
 
 
 @dataclass(frozen=True, slots=True)
+class RecordedMemory:
+    """What a memory drafter knew when it drafted for a text, so that its part of the drafts can be computed again."""
+
+    before: Tensor  # [n] int64, tokens before those of the example, up to the beginning of the text
+    lines: Tensor  # [length - prompt, orders, ways] int64, `kernels.memory.past_lines` of each token of the response
+    regression: Tensor  # [2, sets, weights] float32, weights and squares of the memory at the beginning
+    nodes: int  # mean number of nodes of the text's drafts, rounded, at least 1
+
+
+@dataclass(frozen=True, slots=True)
 class Example:
     """One sequence to train on or to evaluate: tokens, features, and labels of the response."""
 
@@ -59,6 +69,7 @@ class Example:
     temperature: float = 0.0  # sampling temperature of the response
     seed: int | None = None  # seed of the sampling noise; None: unknown
     start: int = 0  # absolute position of the first token
+    memory: RecordedMemory | None = None  # None: no memory drafted, or it was not recorded
 
     @property
     def length(self) -> int:
@@ -67,9 +78,10 @@ class Example:
 
     def first(self, length: int) -> "Example":
         """Return the example cut to its first `length` tokens, with features and labels cut to match."""
-        labels = length - self.prompt + 1
+        labels, memory = length - self.prompt + 1, self.memory
         return replace(
             self,
+            memory=memory and replace(memory, lines=memory.lines[: length - self.prompt]),
             tokens=self.tokens[:length],
             features=self.features[:length],
             top_ids=self.top_ids[:labels],
@@ -81,7 +93,10 @@ class Example:
         left_out = min(self.prompt - 1, max(0, self.length - length))
         seen = self.tokens[left_out:], self.features[left_out:]
         start, prompt = self.start + left_out, self.prompt - left_out
-        rest = replace(self, tokens=seen[0], features=seen[1], prompt=prompt, start=start)
+        memory = self.memory and replace(
+            self.memory, before=torch.cat([self.memory.before, self.tokens[:left_out].to(self.memory.before)])
+        )
+        rest = replace(self, tokens=seen[0], features=seen[1], prompt=prompt, start=start, memory=memory)
         return rest.first(min(rest.length, length))
 
     @property

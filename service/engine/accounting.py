@@ -229,6 +229,7 @@ def query_of(sequence: Sequence, row: int) -> Query:
         version=sequence.version,
         accepted=tuple(length for length, nodes in steps if nodes),
         plain_steps=sequence.drafted_per_step.count(0),
+        drafted_nodes=sum(sequence.drafted_per_step),
         seconds=sequence.charged_seconds,
     )
 

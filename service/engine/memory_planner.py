@@ -15,7 +15,7 @@ from drafters.network.model import SpecBlock
 from drafters.network.served import ServingNetwork
 from drafters.training.initialise import sums_bytes
 from drafters.tree import MAX_NODES
-from kernels.memory import BUCKET_BYTES
+from kernels.memory import BUCKET_BYTES, FEATURES, ORDERS, WEIGHT_SETS
 from kernels.rows import ExtendRows
 from service.config import GIB
 from service.engine.captured import ROWS
@@ -258,8 +258,8 @@ def training_bytes(num_weights: int, serving_bytes: int) -> int:
 
 def feedback_bytes(*, max_sequences: int, places: int, width: int, hidden: int, top: int, itemsize: int) -> int:
     """Bytes of the tables that record training data of running sequences."""
-    per_place = (width + hidden) * itemsize + 8 * top + 8 + 8 + 4 + 1
-    return max_sequences * places * per_place
+    per_place = (width + hidden) * itemsize + 8 * top + 8 + 8 + 4 + 1 + len(ORDERS) * BUCKET_BYTES
+    return max_sequences * (places * per_place + 2 * 4 * WEIGHT_SETS * FEATURES)
 
 
 def _growth_bytes(limits: EngineLimits, network: ServingNetwork) -> int:

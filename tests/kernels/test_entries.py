@@ -68,7 +68,7 @@ def recordings(dtype: torch.dtype, top: int) -> Recordings:
     numbers, floats = table(dtype=torch.int64), table(dtype=torch.float32)
     tops = table(top, dtype=torch.int32), table(top, dtype=torch.float32)
     labels = DraftLabels(numbers, table(5), numbers.clone(), floats, table(dtype=torch.bool), *tops)
-    return Recordings(torch.arange(ROWS) % 3 > 0, table(WIDTH), labels)
+    return Recordings(torch.arange(ROWS) % 3 > 0, table(WIDTH), labels, numbers, floats)
 
 
 @given(
@@ -98,7 +98,7 @@ def test_tokens_are_recorded_alike(
     of = CommittedTokens(*given, chosen_by.view(batch, count))
     for kind, own in zip(KINDS, both, strict=True):
         kind.record_tokens(own, blocks if grown else None, of)
-    (_, seen, expected), (_, found_seen, found) = both
+    (_, seen, expected, *_), (_, found_seen, found, *_) = both
     assert torch.equal(found_seen, seen)
     for name in ("positions", "tokens", "rejected"):
         assert torch.equal(getattr(found, name), getattr(expected, name)), name

@@ -105,7 +105,8 @@ def test_feedback_tables_are_as_large_as_foreseen() -> None:
     config = tiny_drafter().config
     sizes: dict[str, Any] = {"max_sequences": 3, "top": 5}
     tables = FeedbackRecorder(config, torch.arange(4), window_tokens=40, **sizes, dtype=torch.bfloat16)
-    held = [tables._tables.features, *tables._tables.labels.fields]
+    _, features, labels, *memory = tables._tables
+    held = [features, *labels.fields, *memory]
     sizes |= {"width": config.features_size, "hidden": config.hidden_size, "places": held[0].shape[1]}
     assert total_bytes(held) == feedback_bytes(itemsize=2, **sizes)
 
