@@ -19,35 +19,21 @@ from drafters.network.model import Embed, SpecBlock
 from drafters.training.corpus import Batch, Example
 from drafters.training.forward import forward_of
 from drafters.training.output_layers import anchor_divergence
-from drafters.training.replay import replay_beside_memory, replay_blocks, replay_memory
+from drafters.training.replay import replay_served
 
 Replay = Callable[[SpecBlock, Example], float | Pieces[float]]  # -> tau, or pieces if the training process computes it
-# Replaying whole trees as they are served would take tens of times as long.
-_EVERY = 2  # stride in positions: neighbours score nearly the same, and each costs a block
-_NODES = 8  # nodes per tree: single chains would favour a head that has only become more confident
 
 
-def replay_of(embed: Embed, *, beside_memory: bool) -> Callable[[SpecBlock, Example], float]:
-    """Return a function that replays a text in one forward and returns its tau: at every other position it drafts one
-    block, as a tree of the 8 likeliest paths, ranked with the noise that sampled the text. `beside_memory`: the memory
-    drafter drafts too.
-
-    The served drafter may have more blocks, other node counts and a rank head, so this tau compares drafters and is not
-    the served one. Attention over whole texts is fp32, whatever type the weights have.
-    """
+def replay_of(embed: Embed, *, alone: bool = False) -> Callable[[SpecBlock, Example], float]:
+    """Return a function that replays a text as it is served, by the network's first blocks and the recorded memory, and
+    returns its tau. `alone`: by the memory alone, the baseline of a drafter that is solved from traffic. Attention over
+    whole texts is fp32, whatever type the weights have."""
 
     def replay(model: SpecBlock, text: Example) -> float:
         with torch.autocast(model.d2t.device.type, dtype=torch.bfloat16, enabled=model.dtype == torch.bfloat16):
-            blocks = replay_beside_memory if beside_memory else replay_blocks
-            return blocks(model, embed, text, every=_EVERY, nodes=_NODES).tau
+            return replay_served(None if alone else model, embed, text).tau
 
     return replay
-
-
-def memory_alone(model: SpecBlock, text: Example) -> float:
-    """Replay the memory drafter alone, the baseline of a drafter that is solved from traffic; `model` is ignored.
-    Returns tau."""
-    return replay_memory(text, every=_EVERY, nodes=_NODES).tau
 
 
 @dataclass

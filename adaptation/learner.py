@@ -24,7 +24,6 @@ from adaptation.evaluator import (
     AnchorDistance,
     OfflineEvaluator,
     TextDivergence,
-    memory_alone,
     replay_of,
     untrained_rows,
 )
@@ -350,6 +349,6 @@ def worker_of(learner: Learner, tuning: Tuning) -> Worker:
 def _evaluator_of(
     weights: DrafterWeights, drafter: ServedDrafter, training: Training, tuning: Tuning
 ) -> OfflineEvaluator:
-    replay = training.process.replay if training.process else replay_of(drafter.embed, beside_memory=not drafter.made)
-    baseline = None if drafter.made else memory_alone
+    replay = training.process.replay if training.process else replay_of(drafter.embed)
+    baseline = None if drafter.made else replay_of(drafter.embed, alone=True)
     return OfflineEvaluator(weights, replay, max_scores=2 * tuning.validation_texts, baseline=baseline)

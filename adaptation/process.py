@@ -68,7 +68,6 @@ class Setup:
     replica_dtype: torch.dtype
     rules: Rules
     seed: int
-    beside_memory: bool  # whether drafters are replayed beside the memory drafter
     head: str | None  # name of the target's output rows among the shared tensors
     shared: Mapping[str, Tensor]  # meta tensors: shapes and types, in the order in which they lie in memory
 
@@ -265,7 +264,6 @@ def training_process(
         replica_dtype=weights.replica.dtype,
         rules=trainer.rules,
         seed=trainer.seed,
-        beside_memory=not drafter.made,
         head=None if head is None else _EMBEDDING if is_tied else _HEAD,
         shared={name: tensor.to("meta") for name, tensor in tensors.items()},
     )
@@ -370,7 +368,7 @@ def _calls(setup: Setup, tensors: Mapping[str, Tensor], connection: Connection) 
             update.close()
         return bool(begun)
 
-    replay = partial(replay_of(embed, beside_memory=setup.beside_memory), replica)
+    replay = partial(replay_of(embed), replica)
     return {"begin": begin, "go_on": go_on, "abandon": abandon, "replay": replay}
 
 

@@ -1,8 +1,8 @@
 """`python -m benchmarks curves`: how many more tokens per step updates can give, by what they cost.
 
-The first queries are served and recorded without learning. A copy of the drafter trains on them, round after round,
-and is replayed on the last queries beside the memory, which has seen all answers before. A step takes the better of
-two: the 8 likeliest paths of a block, and 8 nodes of the memory. Costs are CPU seconds, and as many plain steps.
+The first queries are served and recorded without learning. A copy of the drafter trains on them, round after round.
+Each version is replayed on the last queries, as the gate does it, and serves them, each time with the memory of the
+first queries and with the network in every step. Costs are CPU seconds, and as many plain steps.
 """
 
 import time
@@ -15,6 +15,7 @@ from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Annotated
 
+import numpy as np
 import torch
 import typer
 
@@ -25,12 +26,10 @@ from adaptation.timing import completed
 from benchmarks.shared import LongestAnswer, PromptFile
 from drafters.feedback import QueryFeedback
 from drafters.memory.drafter import MemoryDrafter
+from drafters.network.checkpoint import weights_of
 from drafters.network.model import SpecBlock
-from drafters.protocol import Committed, DraftContext, DraftingSizes, MemorySizes
-from drafters.training.replay import accepted_of_blocks, walked
-from drafters.tree import MAX_DEPTH, DraftTree, VerifyResult
+from drafters.training.replay import replay_served
 from kernels.layers import Embedding
-from kernels.ops import REFERENCE
 from service.assembly import Assembly
 from service.bench.commands import Out, Seed, Temperature
 from service.bench.driver import ClosedLoop, generate
@@ -48,17 +47,15 @@ from service.bench.experiment import (
     table_of,
 )
 from service.config import LoadedConfig
+from service.engine.requests import GenerationRequest
 from service.errors import StartupError
 from service.learning.adaptive import Adaptive, build_adaptive
 
-_NODES = 8
-_MEMORY_BYTES = 16 << 20
+_DAMAGE = 0.05  # noise of the first damaged drafter, in standard deviations of a weight's values
 _TEXTS: dict[Arm, int] = {"head": 16, "full": 24}  # of an update
 _PLAIN_QUERIES = 5
 _ALL = 100_000  # positions of a query, and queries that wait to be kept
 
-Accepted = list[int]
-"""Tokens that a draft has right, by position of the answer."""
 Counts = Sequence[tuple[int, int]]
 """Tokens and steps, by text."""
 
@@ -90,51 +87,62 @@ class Collector:
         """Store nothing."""
 
 
-class Memory:
-    """The memory drafter, which reads one answer after another."""
+class Contest:
+    """Replays versions of the drafter on the held-out queries, and serves these queries with them, each time with the
+    memory as it was before."""
 
-    def __init__(self) -> None:
-        memory = MemorySizes(num_bytes=_MEMORY_BYTES)
-        self._drafter = MemoryDrafter(DraftingSizes(max_sequences=1, max_length=8192, max_nodes=_NODES, memory=memory))
-        self._rows = torch.tensor([0])
-
-    def read(self, feedback: QueryFeedback) -> Accepted:
-        """Read an answer and keep it; return what was right before each of its tokens."""
-        query, found = feedback.query, []
-        self._drafter.start([DraftContext(0, query.tokens[: query.num_prompt], warm=query.temperature > 0)])
-        for place, token in enumerate(query.answer):
-            tree, follows = self._drafter.recall(self._rows), torch.tensor([query.answer[place : place + MAX_DEPTH]])
-            counts = torch.tensor([follows.shape[1]])
-            fates = REFERENCE.fates(tree.tokens, tree.parents, tree.depths, follows, counts)
-            found.append(int(fates.came_true.sum()))
-            none, given = torch.zeros(0), (self._rows, torch.tensor([[token]]), torch.tensor([1]))
-            verdict = DraftTree.empty(1), VerifyResult(none, none, none)  # of which the memory reads nothing
-            self._drafter.commit(Committed(*given, *verdict, None, none, none))
-        return found
-
-
-class Scores:
-    """Replays of the held-out queries: tokens and steps of each."""
-
-    def __init__(self, adaptive: Adaptive, seen: Sequence[QueryFeedback], queries: Sequence[QueryFeedback]) -> None:
-        memory = Memory()
-        for feedback in seen:
-            memory.read(feedback)
-        read = [(example_of(feedback), memory.read(feedback)) for feedback in queries]
-        self._texts = [(example, accepted) for example, accepted in read if example is not None]
+    def __init__(self, adaptive: Adaptive, collector: Collector, requests: Sequence[GenerationRequest]) -> None:
+        """Serve and record the held-out queries with the drafter as it is."""
+        self._adaptive, self._requests = adaptive, requests
         self._embed = Embedding(adaptive.loaded.parts.embedding)
+        # A drafter that is not given the seconds of its steps asks its network in all of them.
+        vars(adaptive.engine.drafter)["timed"] = lambda times: None
+        answers = _memory_of(adaptive).past.by_scope()
+        self._memory = [tensor for one in answers for tensor in (one.entries, one.weights, one.squares)]
+        self._before = [tensor.clone() for tensor in self._memory]
+        first = len(collector.queries)
+        self.served()
+        adaptive.worker.ask(lambda: None).result()  # after all queries
+        found = map(example_of, collector.queries[first:])
+        self.texts = [text for text in found if text is not None and text.memory is not None]
 
-    @torch.no_grad()
-    def network(self, model: SpecBlock) -> list[Accepted]:
-        """Return what blocks have right; no block drafts the first token of an answer."""
-        found = (accepted_of_blocks(model, self._embed, example, 1, _NODES).tolist() for example, _ in self._texts)
-        return [[0, *blocks][: len(mine)] for blocks, (_, mine) in zip(found, self._texts, strict=True)]
+    def served(self) -> Counts:
+        """Serve the queries, and return tokens and steps of each."""
+        for tensor, before in zip(self._memory, self._before, strict=True):
+            tensor.copy_(before)
+        answers = generate(self._adaptive.engine, self._requests, ClosedLoop(1)).answers
+        steps = (answer.accepted_per_step for answer in answers)
+        return [(sum(accepted) + len(accepted), len(accepted)) for accepted in steps]
 
-    def counts(self, network: Sequence[Accepted] | None, *, memory: bool = True) -> Counts:
+    def replayed(self, model: SpecBlock | None, *, memory: bool = True) -> Counts:
         """Return tokens and steps by text of the network and the memory, or of one of them."""
-        kept = [mine if memory else [0] * len(mine) for _, mine in self._texts]
-        both = [list(map(max, *pair)) for pair in zip(network or kept, kept, strict=True)]
-        return [(len(accepted), walked(torch.tensor(accepted), 1).steps) for accepted in both]
+        texts = self.texts if memory else [replace(text, memory=None) for text in self.texts]
+        return [(done.tokens, done.steps) for done in (replay_served(model, self._embed, text) for text in texts)]
+
+    def versions(self, arm: str, before: tuple[Counts, Counts], number: int) -> Row:
+        """Return the figures of the training copy. `before`: tokens and steps of the first version, replayed and
+        served."""
+        weights = self._adaptive.learner.weights
+        model = weights.candidate()
+        replayed, alone = self.replayed(model), self.replayed(model, memory=False)
+        weights.adopt(weights_of(weights.training))
+        served = self.served()
+        return {
+            "arm": arm,
+            "updates": number,
+            "tau_of_the_network": tau_of(alone),
+            "tau": tau_of(replayed),
+            "gain": rate_ratio(replayed, before[0]),
+            "served_tau": tau_of(served),
+            "served_gain": rate_ratio(served, before[1]),
+        }
+
+
+def _memory_of(adaptive: Adaptive) -> MemoryDrafter:
+    drafter = adaptive.engine.drafter
+    if not isinstance(drafter, MemoryDrafter):
+        raise StartupError(f"drafter {drafter.name} has no memory; use memory+specblock")
+    return drafter
 
 
 def run(
@@ -145,10 +153,11 @@ def run(
     updates: Annotated[str, typer.Option(metavar="N,...", help="After how many updates to replay.")] = "1,2,4,8,16",
     temperature: Temperature = 0.7,
     max_tokens: LongestAnswer = 96,
+    damaged: Annotated[int, typer.Option(min=0, help="Drafters with noise in their weights, to compare.")] = 0,
     seed: Seed = 0,
     out: Out = None,
 ) -> bool:
-    """Print tokens per step by number of updates, for each kind of update."""
+    """Print tokens per step, replayed and served, by number of updates, for each kind of update."""
     assembly, measure = prepare(loaded.config, out), Measure(temperature, max_tokens, 1, seed)
     chosen = read_sets(assembly, [prompts], train + held_out, max_tokens)[0].prompts
     if len(chosen) < train + held_out:
@@ -157,16 +166,18 @@ def run(
     plain = generate(plain_engine(assembly), requests[:_PLAIN_QUERIES], ClosedLoop(1))
     step_seconds = median(step.stats.seconds for step in plain.steps)
     with TemporaryDirectory() as folder, recording(assembly, Path(folder)) as (adaptive, collector):
-        generate(adaptive.engine, requests, ClosedLoop(1))
+        generate(adaptive.engine, requests[:train], ClosedLoop(1))
         adaptive.worker.ask(lambda: None).result()  # after all queries
-        queries = collector.queries
-        scores = Scores(adaptive, queries[:train], queries[train:])
-        samples = [training_sample(feedback, most_rejected=_ALL) for feedback in queries[:train]]
+        samples = [training_sample(feedback, most_rejected=_ALL) for feedback in collector.queries]
+        contest = Contest(adaptive, collector, requests[train:])
         marks = sorted(int(number) for number in updates.split(","))
-        rows = [row for arm in ARMS for row in curve(adaptive, arm, samples, scores, marks)]
+        begun = contest.replayed(adaptive.learner.weights.candidate()), contest.served()
+        rows = [row for arm in ARMS for row in curve(adaptive, arm, samples, contest, begun, marks)]
+        rows += damaged_rows(adaptive, contest, begun, damaged)
     for row in rows:
         row["plain_steps"] = row["cpu_seconds"] / step_seconds
-    summary = {"plain_step_seconds": step_seconds, "tau_of_the_memory": tau_of(scores.counts(None))}
+    alone = tau_of(contest.replayed(None))
+    summary = {"plain_step_seconds": step_seconds, "tau_of_the_memory": alone, **agreement(rows)}
     return conclude(assembly, out, rows, summary, table_of(_COLUMNS, rows, section=lambda row: row["arm"]))
 
 
@@ -186,13 +197,17 @@ def recording(assembly: Assembly, folder: Path) -> Iterator[tuple[Adaptive, Coll
 
 
 def curve(
-    adaptive: Adaptive, arm: Arm, samples: Sequence[TrainingSample], scores: Scores, marks: Sequence[int]
+    adaptive: Adaptive,
+    arm: Arm,
+    samples: Sequence[TrainingSample],
+    contest: Contest,
+    begun: tuple[Counts, Counts],
+    marks: Sequence[int],
 ) -> Iterator[Row]:
     """Yield a row for the drafter as it is, and for each number of updates."""
-    trainer, weights = adaptive.learner.training.trainer, adaptive.learner.weights
-    trainer.load(weights.train_from_served())
+    trainer = adaptive.learner.training.trainer
+    trainer.load(weights_of(adaptive.learner.weights.anchor))
     dealt, spent = cycle(samples), 0.0
-    before = scores.network(weights.training)
     for number in range(marks[-1] + 1):
         if number:
             chosen = list(islice(dealt, _TEXTS[arm]))
@@ -200,17 +215,30 @@ def curve(
             completed(trainer.update(arm, chosen))
             spent += time.thread_time() - began
         if number in (0, *marks):
-            network = scores.network(weights.training) if number else before
-            alone, both = scores.counts(network, memory=False), scores.counts(network)
-            yield {
-                "arm": arm,
-                "updates": number,
-                "queries": min(len(samples), number * _TEXTS[arm]),
-                "cpu_seconds": spent,
-                "tau_of_the_network": tau_of(alone),
-                "tau": tau_of(both),
-                "gain": rate_ratio(both, scores.counts(before)),
-            }
+            queries = min(len(samples), number * _TEXTS[arm])
+            yield {**contest.versions(arm, begun, number), "queries": queries, "cpu_seconds": spent}
+
+
+def damaged_rows(adaptive: Adaptive, contest: Contest, begun: tuple[Counts, Counts], count: int) -> Iterator[Row]:
+    """Yield rows of `count` drafters with ever more noise in their weights."""
+    weights, drawn = adaptive.learner.weights, torch.Generator().manual_seed(0)
+    for number in range(1, count + 1):
+        adaptive.learner.training.trainer.load(weights_of(weights.anchor))
+        with torch.no_grad():
+            for value in weights.training.parameters():
+                noise = torch.randn(value.shape, generator=drawn).to(value)
+                value.add_(noise, alpha=_DAMAGE * number * float(value.std(correction=0)))
+        yield {**contest.versions("damaged", begun, number), "queries": 0, "cpu_seconds": 0.0}
+
+
+def agreement(rows: Sequence[Row]) -> dict[str, float]:
+    """Return Spearman's rank correlation of replayed and served tau over the versions, and the ratio of served to
+    replayed gain by least squares."""
+    taus = np.array([(row["tau"], row["served_tau"]) for row in rows])
+    replayed, served = taus.argsort(0).argsort(0).T
+    gains = np.array([(row["gain"][0] - 1, row["served_gain"][0] - 1) for row in rows])
+    ratio = (gains[:, 0] * gains[:, 1]).sum() / (gains[:, 0] ** 2).sum()
+    return {"rank_correlation": float(np.corrcoef(replayed, served)[0][1]), "served_over_replayed_gain": float(ratio)}
 
 
 def tau_of(counts: Counts) -> float:
@@ -225,6 +253,8 @@ _COLUMNS: Sequence[Column] = (
     ("CPU seconds", lambda row: f"{row['cpu_seconds']:.1f}"),
     ("plain steps", lambda row: f"{row['plain_steps']:.0f}"),
     ("tau, network alone", lambda row: f"{row['tau_of_the_network']:.3f}"),
-    ("tau, with the memory", lambda row: f"{row['tau']:.3f}"),
+    ("tau, replayed", lambda row: f"{row['tau']:.3f}"),
     ("gain", lambda row: shown(row["gain"])),
+    ("tau, served", lambda row: f"{row['served_tau']:.3f}"),
+    ("gain", lambda row: shown(row["served_gain"])),
 )

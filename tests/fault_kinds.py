@@ -41,7 +41,7 @@ STAGES: dict[str, Place] = {
     "optimizer step": (OnlineTrainer, "_step"),
     "clipping": (OnlineTrainer, "_clip_update"),
     "loading the candidate": (DrafterWeights, "candidate"),
-    "replaying": (evaluator, "replay_blocks"),
+    "replaying": (evaluator, "replay_served"),
     "judging": (Gate, "decide"),
     "write preparation": (DrafterWeights, "_prepared"),
     "snapshot write": (Path, "write_bytes"),

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from drafters.coupling import TreeNoise
+from drafters.network.model import SpecBlock
 from drafters.network.served import ServingNetwork
 from kernels import ops
 from kernels.lattice import CLASS_OF_RANK
@@ -26,7 +27,7 @@ class Proposal:
     logits: Tensor  # [batch, starts, block, draft_vocab], without the sampling noise
 
 
-def propose(network: ServingNetwork, states: Tensor, depths: Tensor, noise: TreeNoise) -> Proposal:
+def propose(network: ServingNetwork | SpecBlock, states: Tensor, depths: Tensor, noise: TreeNoise) -> Proposal:
     """Choose and rank candidates at each position; the probability of each rank class is divided among its ranks in
     proportion to their draft probability. # states [batch, starts, block, hidden]; depths [batch, starts,
     block] of the proposed tokens, from 1"""
@@ -34,7 +35,7 @@ def propose(network: ServingNetwork, states: Tensor, depths: Tensor, noise: Tree
     scores = noise.scores(logits, depths)
     features, ids = rank_features(scores)
     read = rank_features(scores, likeliest)[0] if likeliest else features
-    predicted = network.ops.spread_classes(network.rank_logits(states, read), features)
+    predicted = ops.on(states.device).spread_classes(network.rank_logits(states, read), features)
     return Proposal(network.d2t[ids], predicted, logits)
 
 

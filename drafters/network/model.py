@@ -102,6 +102,11 @@ class SpecBlock(nn.Module):
         normed = [(shared or layer.norms.attention_input)(context) for layer in layers]
         return [layer.self_attn.keys_values(own, rotary) for layer, own in zip(layers, normed, strict=True)]
 
+    def head(self, states: Tensor) -> Tensor:
+        """Return the logits of the draft head. # states [..., hidden] -> [..., draft_vocab]"""
+        logits: Tensor = self.lm_head(states)
+        return logits
+
     def rank_logits(self, states: Tensor, features: Tensor) -> Tensor:
         """Return the logits of the rank classes (section 3.2). # states [..., hidden], features [..., 15] -> [..., 4]
         float32"""

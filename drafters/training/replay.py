@@ -1,7 +1,7 @@
-"""Evaluates a drafter on held-out sequences: losses, hit rates, and replayed drafting with blocks and with trees.
-Nothing is generated: a replayed step accepts the proposed tokens that continue the sequence. Blocks are ranked with the
-sequence's sampling noise if its seed is known; trees grow at temperature 0.
-Legend: batch = sequences of a batch, nodes, depth as in drafters/tree.py."""
+"""Evaluates a drafter on held-out sequences: losses, hit rates, and replayed drafting, as it is served or alone.
+Nothing is generated: a replayed step accepts the proposed tokens that continue the sequence. Recorded answers are
+replayed with their sampling noise, if its seed is known, and with the memory's record; others at temperature 0.
+Legend: batch = sequences of a batch, roots = positions of an answer, nodes, depth as in drafters/tree.py."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -12,19 +12,23 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from drafters.coupling import TreeNoise
-from drafters.memory.drafter import MemoryDrafter
-from drafters.network.blocks import TrainedWeights
+from drafters.feedback import USUAL_NODES
+from drafters.memory.drafter import LEARNING_RATE, MAX_ANSWER_TOKENS, text_buckets
+from drafters.network.blocks import TrainedWeights, path_nodes
 from drafters.network.checkpoint import weights_of
 from drafters.network.drafter import SpecBlockDrafter
+from drafters.network.heads import propose
 from drafters.network.layers import Embed
 from drafters.network.model import SpecBlock
 from drafters.network.served import ServingNetwork
-from drafters.protocol import Committed, DraftContext, Drafter, DraftingSizes, Noise, Read
-from drafters.training.corpus import Batch, Example, batches
+from drafters.protocol import MIN_SURVIVAL, Committed, DraftContext, Drafter, DraftingSizes, Noise, Read
+from drafters.training.corpus import Batch, Example, RecordedMemory, batches
 from drafters.training.forward import forward_of
 from drafters.training.objective import Objective, ObjectiveSettings
 from drafters.tree import MAX_DEPTH, DraftTree, VerifyResult
 from kernels import ops
+from kernels.lattice import TOP, StartNodes
+from kernels.memory import TEXT, Memory, bucket_hashes
 
 TREE_NODES = 16
 _SEED = 1
@@ -32,6 +36,8 @@ _ANCHORED_ROWS = 2.1
 _REPLAYED = 24
 _REPLAYED_TOKENS = 64
 
+_OWN_BUCKETS, _PAST_BUCKETS = text_buckets(MAX_ANSWER_TOKENS), 1 << 16
+_PROPOSED = 32  # nodes of a network's tree from which a tree of fewer nodes is grown
 _LEAST_POSITIONS = 4
 """Minimum length of the paths that are replayed without a tree, if the drafter is trained for as many positions."""
 
@@ -49,91 +55,127 @@ class Replayed:
         return self.tokens / max(1, self.steps)
 
 
-def replay_blocks(model: SpecBlock, embed: Embed, example: Example, *, every: int, nodes: int) -> Replayed:
-    """Replay a step at each `every`-th position of the answer, with the `nodes` likeliest paths of a block."""
-    return _emitted(accepted_of_blocks(model, embed, example, every, nodes))
-
-
-def replay_memory(example: Example, *, every: int, nodes: int) -> Replayed:
-    """Replay consecutive steps of the memory, whose trees copy from the sequence so far. (A mean over positions would
-    count a long copy at each of its tokens.)"""
-    return walked(_accepted_of_copies(example, every, nodes), every)
-
-
-def replay_beside_memory(model: SpecBlock, embed: Embed, example: Example, *, every: int, nodes: int) -> Replayed:
-    """Replay consecutive steps with blocks and the memory, of which the longer accepted path counts."""
-    copied = _accepted_of_copies(example, every, nodes).to(model.d2t.device)
-    return walked(torch.maximum(accepted_of_blocks(model, embed, example, every, nodes), copied), every)
-
-
-def _emitted(accepted: Tensor) -> Replayed:
-    """Count one step per anchor. # accepted [anchors]"""
-    steps = accepted.shape[0]
-    return Replayed(int(accepted.sum()) + steps, steps)
-
-
-def walked(accepted: Tensor, every: int) -> Replayed:
-    """Count the consecutive steps that these accepted lengths give. Between two anchors the earlier one applies.
-    # accepted [anchors]"""
-    lengths, place, steps = accepted.tolist(), 0, 0
-    while place < every * len(lengths):
-        place += lengths[place // every] + 1
-        steps += 1
-    return Replayed(place, steps)
-
-
-def _anchors(example: Example, every: int) -> Tensor:
-    return torch.arange(example.prompt - 1, example.length - 1, every)
+@torch.no_grad()
+def replay_served(model: SpecBlock | None, embed: Embed, example: Example) -> Replayed:
+    """Replay the steps that the engine would take through an answer, one behind the other: in each, the network's
+    proposals (those of `model`; None: no network) and the memory, rebuilt from its record, grow one tree of as many
+    nodes as the answer's drafts had, and the memory learns from the step. Not replayed: the corrections of the
+    network's chances, choices after rejected nodes, and past answers after tokens that the answer does not contain.
+    Without a record of a memory, one step at each position is replayed with the network's own tree of USUAL_NODES."""
+    last, recorded = example.length - 1, example.memory
+    if recorded is None:
+        steps = last + 1 - example.prompt
+        accepted = 0 if model is None else _accepted_alone(_proposals(model, embed, example, USUAL_NODES), example)
+        return Replayed(accepted + steps, steps)
+    trees = None if model is None else _proposals(model, embed, example, max(_PROPOSED, recorded.nodes))
+    memory, root, steps = _RebuiltMemory(example, recorded, trees), example.prompt, 0
+    memory.commit(example.prompt - 1, 1)  # the first token of an answer is not drafted
+    while root < last:
+        count = memory.accepted(root, recorded.nodes) + 1
+        memory.commit(root, count)
+        root, steps = root + count, steps + 1
+    return Replayed(last - example.prompt, steps)
 
 
 @torch.no_grad()
-def accepted_of_blocks(model: SpecBlock, embed: Embed, example: Example, every: int, nodes: int) -> Tensor:
-    """Return the accepted length of the `nodes` likeliest paths of a block at each anchor, ranked with the sequence's
-    sampling noise if its seed is known. # -> [anchors] int64"""
-    anchors = _anchors(example, every).to(model.d2t.device)
-    states, wanted = _along(model, embed, example, anchors, -(-_LEAST_POSITIONS // model.config.block_size))
+def memory_chances(example: Example) -> Tensor:
+    """Return the chance that the memory alone gave each token of an answer, from its record: 0 for a token that it did
+    not propose, or gave less than a 64th, or without a record. # -> [length - prompt] float32"""
+    chances = torch.zeros(example.length - example.prompt)
+    if example.memory is not None:
+        memory = _RebuiltMemory(example, example.memory, None)
+        for place, token in enumerate(memory.tokens[example.prompt :].tolist()):
+            tree = memory.grow(example.prompt - 1 + place, _PROPOSED, 1 / 64)
+            chances[place] = (tree.survival * ((tree.depths == 1) & (tree.tokens == token))).max()
+            memory.commit(example.prompt - 1 + place, 1)
+    return chances
+
+
+class _RebuiltMemory:
+    """The memory as it drafted for an answer, in tables of its own on the CPU."""
+
+    def __init__(self, example: Example, recorded: RecordedMemory, trees: DraftTree | None) -> None:
+        """`trees`: the network's proposals for each root of the answer [roots, nodes]; None: no network."""
+        self.tokens, self._example = example.tokens.cpu(), example
+        self._trees = None if trees is None else trees.to(torch.device("cpu"))
+        self._rows = torch.tensor([0])
+        self._ops = ops.on(self._rows.device)
+        width = _PROPOSED if trees is None else trees.width
+        self._memory = memory = Memory.empty(1, _OWN_BUCKETS + _PAST_BUCKETS, 1, width)
+        memory.parts[0] = torch.tensor([[0, _OWN_BUCKETS], [0, 0], [_OWN_BUCKETS, _PAST_BUCKETS]])
+        memory.weights[0], memory.squares[0] = recorded.regression.cpu()
+        if example.seed is not None:
+            memory.seeds[0], memory.warm[0] = example.seed, example.temperature > 0
+        prompt = torch.cat([recorded.before.cpu(), self.tokens[: example.prompt]])
+        self._ops.add_text(memory, 0, TEXT, prompt)
+        hashes = bucket_hashes(memory.tails, self.tokens[None, example.prompt :])
+        places = _OWN_BUCKETS + (hashes.flatten() & (_PAST_BUCKETS - 1))
+        # The first record of a bucket counts: later ones hold what this answer has added, which `commit` adds again.
+        used, number = places.unique(return_inverse=True)
+        first = torch.full_like(used, len(places)).scatter_reduce_(0, number, torch.arange(len(places)), "amin")
+        memory.entries[used] = recorded.lines.cpu().flatten(0, 1)[first]
+
+    def grow(self, root: int, nodes: int, least: float = MIN_SURVIVAL) -> DraftTree:
+        """Grow the tree of `nodes` nodes after the token at index `root`. # -> [1, nodes]"""
+        self._memory.roots[0] = self._example.start + root
+        proposed = self._trees and self._trees.take(torch.tensor([root - self._example.prompt]))
+        return self._ops.grow_joint_tree(self._memory, self._rows, proposed, nodes, least)
+
+    def accepted(self, root: int, nodes: int) -> int:
+        """Grow a tree and return how many of its nodes are accepted; the last token of an answer is never drafted."""
+        ahead = self.tokens[None, root + 1 : -1][:, :MAX_DEPTH]
+        if not ahead.shape[1]:
+            return 0
+        tree = self.grow(root, nodes)
+        fates = self._ops.fates(tree.tokens, tree.parents, tree.depths, ahead, torch.tensor([ahead.shape[1]]))
+        return int(fates.came_true.sum())
+
+    def commit(self, root: int, count: int) -> None:
+        """Learn from the `count` tokens after `root`."""
+        self._memory.roots[0] = self._example.start + root
+        tokens, counts = self.tokens[None, root + 1 : root + 1 + count], torch.tensor([count])
+        nothing = DraftTree.empty(1), torch.zeros(1, 1, dtype=torch.int64)
+        self._ops.learn_committed(self._memory, self._rows, tokens, counts, *nothing, LEARNING_RATE)
+
+
+def _accepted_alone(trees: DraftTree, example: Example) -> int:
+    """Return the accepted nodes of one tree for each root of an answer. # trees [roots, nodes]"""
+    device = trees.tokens.device
+    roots = torch.arange(example.prompt, example.length, device=device)
+    ahead = roots[:, None] + 1 + torch.arange(MAX_DEPTH, device=device)
+    tokens = example.tokens.to(device)[ahead.clamp(max=example.length - 1)]
+    known = example.length - 1 - roots
+    fates = ops.on(device).fates(trees.tokens, trees.parents, trees.depths, tokens, known)
+    return int(fates.came_true.sum())
+
+
+def _proposals(model: SpecBlock, embed: Embed, example: Example, nodes: int) -> DraftTree:
+    """Return the trees that a network proposes for each root of an answer, ranked with the answer's sampling noise if
+    its seed is known. Further blocks start where the answer goes on. # -> [length - prompt, nodes]"""
+    anchors = torch.arange(example.prompt - 1, example.length - 1, device=model.d2t.device)
+    size, paths = model.config.block_size, model.traits.paths
+    states, wanted = _along(model, embed, example, anchors, 1 if paths > 1 else -(-_LEAST_POSITIONS // size))
     temperature = 0.0 if example.seed is None else example.temperature
     noise = Noise.of_text(example.seed or 0, temperature, example.start + anchors[:1] + 1)
     ahead = anchors[:, None] - anchors[0] + 1 + torch.arange(states.shape[1], device=anchors.device)
-    length = int(anchors[-1] - anchors[0]) + states.shape[1]  # positions with noise; anchors share most of them
-    scores = TreeNoise.of(noise, length, model.d2t).scores(model.lm_head(states)[None], ahead[None])[0]
-    logprobs = scores.float().log_softmax(-1)  # [anchors, positions, draft vocab]
-    ids = torch.where(wanted < 0, -1, model.t2d[wanted.clamp(min=0)])
-    continuation = (
-        logprobs.gather(2, ids.clamp(min=0)[:, :, None]).squeeze(2).masked_fill(ids < 0, float("-inf")).cumsum(1)
-    )
-    accepted: Tensor = (continuation > _border(logprobs, nodes)[:, None]).sum(1)
-    return accepted
-
-
-@torch.no_grad()
-def _accepted_of_copies(example: Example, every: int, nodes: int) -> Tensor:
-    """Return the accepted length of the memory's tree at each anchor, from the sequence up to there.
-    # -> [anchors] int64"""
-    anchors, tokens = _anchors(example, every), example.tokens.cpu()
-    number = anchors.shape[0]
-    sizes = DraftingSizes(max_sequences=number, max_length=example.length, max_nodes=nodes)
-    drafter, rows = MemoryDrafter(sizes), torch.arange(number)
-    drafter.start([DraftContext(row, tokens[: anchor + 2].tolist()) for row, anchor in enumerate(anchors.tolist())])
-    zeros = torch.zeros_like(rows)
-    tree = drafter.grow(rows, Noise(zeros, zeros.float(), anchors + 1, warm=False))
-    ahead = anchors[:, None] + 2 + torch.arange(MAX_DEPTH + 1)
-    inside = ahead < example.length
-    continuation = tokens[ahead.clamp(max=example.length - 1)].masked_fill(~inside, -1)
-    fates = ops.on(tokens.device).fates(tree.tokens, tree.parents, tree.depths, continuation, inside.sum(1))
-    return fates.came_true.sum(1)
-
-
-def _border(logprobs: Tensor, nodes: int) -> Tensor:
-    """Return the log-probability of the likeliest path that is not among the first `nodes`.
-    # logprobs [n, block, vocab] -> [n]"""
-    kept = nodes + 1
-    tops = logprobs.topk(min(kept, logprobs.shape[2]), dim=2).values
-    paths = [tops[:, 0]]
-    for top in tops.unbind(1)[1:]:
-        longer = (paths[-1][:, :, None] + top[:, None]).flatten(1)
-        paths.append(longer.topk(min(kept, longer.shape[1])).values)
-    return torch.cat(paths, dim=1).topk(kept).values[:, -1]
+    length = len(anchors) + states.shape[1]  # positions with noise; anchors share most of them
+    proposal = propose(model, states[None], ahead[None], TreeNoise.of(noise, length, model.d2t))
+    tokens, chances = proposal.tokens[0][:, None], proposal.predicted[0][:, None]  # [roots, 1, positions, rank]
+    trust, origin = torch.ones_like(chances[0, 0, :size]), StartNodes.root(len(anchors), anchors.device)
+    blocks = []
+    for start in range(0, states.shape[1], size):
+        end = start + size
+        offered = origin, tokens[:, :, start:end], chances[:, :, start:end], trust
+        lattice, _ = ops.on(anchors.device).grow_lattice(*offered, start * TOP, MIN_SURVIVAL, 0)
+        blocks.append(lattice.nodes() if paths == 1 else path_nodes(*offered, MIN_SURVIVAL, paths=paths))
+        found = tokens[:, 0, end - 1] == wanted[:, end - 1 : end]  # [roots, rank]
+        on_path = (tokens[:, 0, start : end - 1, 0] == wanted[:, start : end - 1]).all(1) & found.any(1)
+        rank = found.long().argmax(1)[:, None]
+        survival = lattice.survival.gather(1, (size - 1) * TOP + rank) * on_path[:, None]
+        origin = StartNodes((end - 1) * TOP + rank, torch.full_like(rank, end), survival)
+    tokens, parents, depths, survival = (torch.cat(part, dim=1) for part in zip(*blocks, strict=True))
+    raw = DraftTree(tokens, parents, depths, survival, num_nodes=anchors)  # of a raw tree it is not read
+    return ops.on(anchors.device).likeliest_nodes(raw, nodes)[0]
 
 
 def _along(model: SpecBlock, embed: Embed, example: Example, anchors: Tensor, blocks: int) -> tuple[Tensor, Tensor]:

@@ -172,7 +172,7 @@ def _load(folder: Path, loaded: LoadedModel) -> SpecBlock:
 
 def _judge(old: SpecBlock, new: SpecBlock, apart: Sequence[Example], loaded: LoadedModel) -> GateDecision:
     """Compare two drafters by the gate, on held-out texts."""
-    replay = replay_of(Embedding(loaded.parts.embedding), beside_memory=False)
+    replay = replay_of(Embedding(loaded.parts.embedding))
     before, after = ([replay(model, text) for text in apart] for model in (old, new))
     gate = Gate(min_texts=_GATE.gate_texts, alpha=_GATE.gate_alpha, judgements=1)
     return gate.decide(after, before, before)

@@ -118,7 +118,7 @@ def test_what_is_known_is_bounded(tmp_path: Path) -> None:
 
 
 def test_a_drafter_in_bf16_can_be_replayed() -> None:
-    assert 1.0 <= replay_of(EMBED, beside_memory=False)(drafter().to(torch.bfloat16), text(0).example) <= 9.0
+    assert 1.0 <= replay_of(EMBED)(drafter().to(torch.bfloat16), text(0).example) <= 9.0
 
 
 def test_drift_is_that_of_the_first_texts_zero_for_the_anchor_and_grows_with_distance(tmp_path: Path) -> None:
