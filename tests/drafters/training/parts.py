@@ -1,10 +1,17 @@
 """Small corpora and drafters for the tests of training."""
 
-import torch
+from dataclasses import replace
 
+import torch
+from torch import Tensor
+
+from drafters.memory.drafter import MemoryDrafter
 from drafters.network.model import SpecBlock
+from drafters.protocol import DraftContext, DraftingSizes, MemorySizes
 from drafters.trained.specblock import FusedInput
-from drafters.training.corpus import TOP, Example, Shard
+from drafters.training.corpus import TOP, Example, RecordedMemory, Shard
+from drafters.tree import DraftTree
+from kernels.memory import past_lines
 from tests.drafters.network.parts import tiny_drafter
 from tests.tiny_models import VOCAB_SIZE
 
@@ -43,6 +50,23 @@ def repeating_example(token: int, length: int, *, prompt: int = 5) -> Example:
         top_ids=torch.arange(TOP).expand(labels, -1),
         top_logprobs=torch.full((labels, TOP), -5.0),
     )
+
+
+def remembered(text: Example, past: list[list[int]], *, nodes: int = 8) -> Example:
+    """The text, with a record of a memory that has seen these past answers."""
+    drafter = MemoryDrafter(
+        DraftingSizes(max_sequences=1, max_length=4096, max_nodes=16, memory=MemorySizes(num_bytes=1 << 20))
+    )
+    for answer in past:
+        drafter.add_answer("", answer, len(answer))
+    drafter.start([DraftContext(0, text.tokens[: text.prompt].tolist())])
+    (answers, *_), rows, lines = drafter.past.by_scope(), torch.tensor([0]), list[Tensor]()
+    regression = torch.stack([answers.weights, answers.squares])
+    for token in text.tokens[text.prompt :].view(-1, 1, 1):
+        lines.append(past_lines(drafter._memory, rows, token)[0])
+        drafter._learn((rows, token, torch.tensor([1]), DraftTree.empty(1), token))
+    before = torch.zeros(0, dtype=torch.int64)
+    return replace(text, memory=RecordedMemory(before, torch.cat(lines), regression, nodes))
 
 
 def trainable_drafter(seed: int = 0) -> SpecBlock:

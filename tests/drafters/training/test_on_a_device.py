@@ -12,7 +12,7 @@ from drafters.network.model import Embed, SpecBlock
 from drafters.training.corpus import Batch, Example, load_examples
 from drafters.training.initialise import InputSums, explained
 from drafters.training.objective import Objective, ObjectiveSettings
-from drafters.training.replay import examine, replay_beside_memory
+from drafters.training.replay import examine, replay_served
 from kernels import ops
 from kernels.layers import Embedding
 from tests.drafters.training.parts import random_shard, trainable_drafter
@@ -75,13 +75,13 @@ def test_a_served_text_is_the_batch_of_a_stored_one(served: list[Example], model
     found, expected = (Batch.of(texts, model.config.reach, ELSEWHERE) for texts in (served, stored))
     assert torch.equal(found.label_index, expected.label_index)
     assert torch.equal(found.top_logprobs, expected.top_logprobs)
-    assert replay_beside_memory(model, embed, served[0], every=2, nodes=8).steps > 0
+    assert replay_served(model, embed, served[0]).steps > 0
 
 
 @torch.no_grad()
 def test_what_was_learnt_is_scored_there(model: SpecBlock, embed: Embed, examples: list[Example]) -> None:
     assert examine(model, embed, examples, batch_tokens=100, autocast=False).tree_tau >= 1.0
-    assert replay_beside_memory(model, embed, examples[0], every=2, nodes=8).steps > 0
+    assert replay_served(model, embed, examples[0]).steps > 0
 
 
 def _moved(example: Example, device: torch.device | str) -> Example:

@@ -1,27 +1,24 @@
 """Replay against drafters whose tau is known beforehand."""
 
 from dataclasses import replace
-from heapq import heapify, heappop, heappush
 
 import pytest
 import torch
 
+from drafters.network.blocks import TrainedWeights
+from drafters.network.checkpoint import weights_of
+from drafters.network.drafter import SpecBlockDrafter
 from drafters.network.model import SpecBlock
-from drafters.training.corpus import TOP, Batch, Example
-from drafters.training.forward import TrainingForward
-from drafters.training.replay import (
-    examine,
-    replay_beside_memory,
-    replay_blocks,
-    replay_memory,
-    replay_trees,
-    serving,
-)
-from kernels.sample import gumbel_noise_of
+from drafters.network.served import ServingNetwork
+from drafters.protocol import Committed, DraftContext, DraftingSizes, Noise, Read
+from drafters.training.corpus import TOP, Example
+from drafters.training.replay import _proposals, examine, memory_chances, replay_served, replay_trees, serving
+from drafters.tree import DraftTree, VerifyResult
 from tests.drafters.network.parts import tiny_embedding
-from tests.drafters.training.parts import BLOCK, HIDDEN, always_says, repeating_example, trainable_drafter
+from tests.drafters.training.parts import BLOCK, HIDDEN, always_says, remembered, repeating_example, trainable_drafter
 
 EMBED = tiny_embedding(HIDDEN)
+NODES = 16
 
 
 def drafter(right: bool) -> tuple[SpecBlock, int]:
@@ -47,55 +44,41 @@ def test_a_drafter_that_is_always_wrong() -> None:
     assert replay_trees(serving(model, EMBED), texts, max_nodes=16).tau == 1.0
 
 
-def test_blocks_at_every_other_position() -> None:
+def test_without_a_memory_there_is_a_step_at_each_position() -> None:
     right, token = drafter(right=True)
     text = repeating_example(token, 20)
-    starts = range(text.prompt + 1, text.length + 1, 2)  # the position each block drafts first
-    assert replay_blocks(right, EMBED, text, every=2, nodes=BLOCK).steps == len(starts)
-    assert replay_blocks(right, EMBED, text, every=2, nodes=BLOCK).tokens == sum(
-        1 + min(BLOCK, max(0, text.length - start)) for start in starts
-    )
+    starts = range(text.prompt + 1, text.length + 1)  # the position each block drafts first
+    done = replay_served(right, EMBED, text)
+    assert done.steps == len(starts)
+    assert done.tokens == sum(1 + min(BLOCK, max(0, text.length - start)) for start in starts)
     wrong, _ = drafter(right=False)
-    assert replay_blocks(wrong, EMBED, text, every=3, nodes=BLOCK).tau == 1.0
+    assert replay_served(wrong, EMBED, text).tau == replay_served(None, EMBED, text).tau == 1.0
 
 
-def best_first(chances: torch.Tensor, nodes: int) -> set[tuple[int, ...]]:
-    """The likeliest paths of a block, found one after the other. # chances [block, vocab]"""
-    waiting: list[tuple[float, tuple[int, ...]]] = [
-        (-float(chance), (token,)) for token, chance in enumerate(chances[0])
-    ]
-    heapify(waiting)
-    found: set[tuple[int, ...]] = set()
-    while len(found) < nodes:
-        chance, path = heappop(waiting)
-        found.add(path)
-        if len(path) < len(chances):
-            for token, factor in enumerate(chances[len(path)]):
-                heappush(waiting, (chance * float(factor), (*path, token)))
-    return found
-
-
-@pytest.mark.parametrize("nodes", [1, 4, 9])
-@pytest.mark.parametrize(("temperature", "seed"), [(0.0, 5), (1.0, 5), (0.5, -(2**63)), (1.0, None)])
-def test_blocks_are_trees_of_their_likeliest_paths(nodes: int, temperature: float, seed: int | None) -> None:
-    """Ranked with the noise of the text, as they are served; without it where its seed is not known."""
-    model = trainable_drafter()
-    base = repeating_example(0, 24)
+@pytest.mark.parametrize(("temperature", "seed"), [(0.0, 5), (1.0, 5), (0.5, -(2**63))])
+def test_a_network_proposes_what_it_drafts_while_serving(temperature: float, seed: int) -> None:
+    """Tokens, parents and chances, ranked with the noise of the text."""
+    model, start = trainable_drafter().requires_grad_(False), 100
     tokens = model.d2t[torch.randint(6, (24,), generator=torch.Generator().manual_seed(3))]
-    text = replace(base, tokens=tokens, temperature=temperature, seed=seed, start=100)
-    anchors = torch.arange(text.prompt - 1, text.length - 1)[None]
-    _, blocks = TrainingForward(model, EMBED).first(Batch.of([text], 2 * BLOCK, torch.device("cpu")), anchors)
-    states = blocks.states[0]
-    emitted = 0
-    for anchor, logits in zip(anchors[0].tolist(), model.lm_head(states).detach(), strict=True):
-        if seed is not None and temperature:
-            positions = 100 + anchor + 2 + torch.arange(BLOCK)
-            noise = gumbel_noise_of(torch.full_like(positions, seed), positions, model.d2t)
-            logits = logits / temperature + noise
-        tree = best_first(logits.double().softmax(-1), nodes)
-        wanted = model.t2d[tokens[anchor + 2 : anchor + 2 + BLOCK]].tolist()
-        emitted += 1 + sum(tuple(wanted[:depth]) in tree for depth in range(1, len(wanted) + 1))
-    assert replay_blocks(model, EMBED, text, every=1, nodes=nodes).tokens == emitted
+    base = repeating_example(0, 24)
+    text = replace(base, tokens=tokens, features=base.features.float(), temperature=temperature, seed=seed, start=start)
+    trees = _proposals(model, EMBED, text, NODES)
+    assert trees.tokens.shape == (text.length - text.prompt, NODES)
+    weights = TrainedWeights(ServingNetwork(model.config, weights_of(model)), EMBED, blocks=1)
+    for root in (text.prompt, text.length - 1):
+        sizes = DraftingSizes(max_sequences=1, max_length=200, max_nodes=NODES, num_slots=200)
+        drafter, slots = SpecBlockDrafter(sizes, weights), torch.arange(1, root + 1)
+        begun, here = root - 1, torch.tensor([start + root])
+        drafter.start([DraftContext(0, [0] * start + tokens[: root + 1].tolist())])
+        drafter.read(Read(0, start, tokens[1:root], slots[:begun], text.features[:begun]))
+        rows, count, none = torch.tensor([0]), torch.tensor([1]), torch.zeros(1, 0, dtype=torch.int64)
+        verdict, last = VerifyResult(none, here, none), (text.features[None, begun:root], here - 1, slots[None, begun:])
+        drafter.commit(Committed(rows, tokens[None, root : root + 1], count, DraftTree.empty(1), verdict, *last))
+        noise = Noise(torch.tensor([seed]), torch.tensor([temperature]), here, warm=temperature > 0)
+        served, mine = drafter.grow(rows, noise), trees.take(torch.tensor([root - text.prompt]))
+        assert torch.equal(served.tokens, mine.tokens)
+        assert torch.equal(served.parents, mine.parents)
+        assert torch.allclose(served.survival, mine.survival, rtol=1e-3)
 
 
 def test_texts_beside_each_other_do_not_matter() -> None:
@@ -124,20 +107,52 @@ def test_scores_are_the_same_twice() -> None:
     assert len(first.alpha) == len(first.seen) == 2 * BLOCK
 
 
+def written(model: SpecBlock, seed: int, length: int = 44) -> Example:
+    """A text of random words."""
+    generator = torch.Generator().manual_seed(seed)
+    return replace(repeating_example(0, length), tokens=model.d2t[torch.randint(64, (length,), generator=generator)])
+
+
 def test_copies_are_counted_as_steps_one_behind_the_other() -> None:
-    """A text that repeats a phrase: once it has been written, steps copy eight tokens at a time."""
+    """A text that repeats a phrase: once it has been written, steps copy several tokens at a time."""
     phrase = torch.arange(8) + 5
     text = Example(phrase.repeat(12), torch.zeros(96, 3 * HIDDEN), 2, torch.zeros(95, TOP).int(), torch.zeros(95, TOP))
-    done = replay_memory(text, every=1, nodes=8)
-    assert done.tokens >= 94
+    done = replay_served(None, EMBED, remembered(text, [], nodes=8))
+    assert done.tokens == 93
     assert 4.0 < done.tau <= 9.0
 
 
-@pytest.mark.parametrize("right", [True, False])
-def test_beside_memory_the_better_of_both_counts(right: bool) -> None:
-    """One token throughout: copies have it right all along, and a drafter that is wrong takes nothing from them."""
-    model, token = drafter(right=right)
-    text = repeating_example(token, 40)
-    copies = replay_memory(text, every=1, nodes=8)
-    assert copies.tau > 2.0
-    assert replay_beside_memory(model, EMBED, text, every=1, nodes=8).tau >= copies.tau
+def test_a_memory_drafts_what_past_answers_have_written() -> None:
+    text = written(trainable_drafter(), 1)
+    known, new = remembered(text, [text.tokens.tolist()]), remembered(text, [])
+    assert replay_served(None, EMBED, known).tau > 3.0
+    assert replay_served(None, EMBED, new).tau < 1.2
+    assert memory_chances(known)[2:].min() > 0.5
+    assert memory_chances(new).max() < 0.5
+    assert memory_chances(text).tolist() == [0.0] * (text.length - text.prompt)
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_words_of_past_answers_are_no_gain_of_a_drafter(known: bool) -> None:
+    """A drafter that is always right gains where the memory knows nothing, and nothing where it knows the text."""
+    model, token = drafter(right=True)
+    other, _ = drafter(right=False)
+    text = replace(
+        written(model, 2), tokens=torch.stack([10 + torch.arange(22), torch.full((22,), token)], dim=1).flatten()
+    )
+    past = [text.tokens.tolist()] * 3 if known else []
+    right, wrong = (replay_served(one, EMBED, remembered(text, past, nodes=4)) for one in (model, other))
+    assert right.tokens == wrong.tokens
+    assert (right.tau > 1.2 * wrong.tau) != known
+
+
+@pytest.mark.parametrize("length", [30, 12])
+def test_a_cut_text_keeps_its_memory(length: int) -> None:
+    text = remembered(written(trainable_drafter(), 3), [written(trainable_drafter(), 3).tokens.tolist()])
+    cut, memory = text.within(length), text.memory
+    assert memory is not None
+    assert cut.memory is not None
+    assert torch.equal(torch.cat([cut.memory.before, cut.tokens]), text.tokens[: len(cut.memory.before) + length])
+    assert torch.equal(cut.memory.lines, memory.lines[: length - cut.prompt])
+    shared = cut.length - cut.prompt
+    assert torch.allclose(memory_chances(cut), memory_chances(text)[:shared], atol=0.1)
