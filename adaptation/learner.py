@@ -287,6 +287,8 @@ class Learner:
             discards=counts["discarded"],
             training_seconds=self.training.time.seconds,
             kl_to_anchor=kl_to_anchor,
+            predicted_gain=self._publisher.monitor.predicted_gain,
+            served_tau=self._publisher.monitor.served_tau,
             failures={stage: count for stage, count in worker.failures.items()},
             restarts=worker.num_restarts,
             events=tuple(self.log.latest),

@@ -16,6 +16,7 @@ from adaptation.config import Tuning
 from adaptation.evaluator import TextScores
 from adaptation.policy import State
 from adaptation.records import AlarmReason
+from drafters.feedback import Query
 
 _SLACK = 0.5  # fall per group that is not counted, in standard errors (k)
 _THRESHOLD = 7.0  # cumulative fall above which an alarm is raised, in standard errors (h)
@@ -111,6 +112,18 @@ class RollbackMonitor:
         self.alarms = {name: PairedCusum(least_pairs=self._num_pairs) for name in ("cusum", "cusum_before")}
         self._pairs: list[TextScores] = []
         self._probation = _PROBATION * self._num_pairs  # texts still to be scored with the replaced weights too
+        self.predicted_gain = 0.0  # sum over all publishes, in parts of the tokens per verify before each
+        self._tokens = self._steps = 0  # of the queries that the serving weights served from beginning to end
+
+    def served(self, query: Query) -> None:
+        """Count a query that the serving weights served."""
+        self._tokens += sum(query.accepted) + query.num_steps
+        self._steps += query.num_steps
+
+    @property
+    def served_tau(self) -> float | None:
+        """Tokens per verify of the serving weights, as served. Returns None before their first query."""
+        return self._tokens / self._steps if self._steps else None
 
     @property
     def on_probation(self) -> bool:
@@ -142,5 +155,5 @@ class RollbackMonitor:
         """Restart both alarms and the probation for other serving weights."""
         for alarm in self.alarms.values():
             alarm.reset()
-        self._pairs = []
+        self._pairs, self._tokens, self._steps = [], 0, 0
         self._probation = _PROBATION * self._num_pairs

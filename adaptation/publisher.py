@@ -183,7 +183,7 @@ class Publisher:
         numbers = {**_numbers(report, decision), "judging_seconds": seconds}
         if published:
             self._training.pace.published(report.arm)
-            self.log.add("published", decision.reason, numbers)
+            self.log.add("published", decision.reason, {**numbers, "gain": decision.gain / decision.serving_mean})
             return Verdict(published, judgement)
         reason = "not_stored" if decision.publish else decision.reason
         self.log.add("refused", reason, numbers)
@@ -224,6 +224,8 @@ class Publisher:
         if filtered.validates and filtered.text is not None:
             self.distance.add(filtered.text)
         is_current = query.first_version == query.version == self._weights.newest
+        if is_current:
+            self.monitor.served(query)
         if not is_current or self._weights.latest.origin == ANCHOR:
             return None
         probing = self.monitor.take_probation()
@@ -302,6 +304,7 @@ class Publisher:
         self.evaluator.published()
         self._num_refused, self._gained = 0, _NO_GAIN
         self.monitor.weights_changed()
+        self.monitor.predicted_gain += decision.gain / decision.serving_mean
         return True
 
     def _judgement(self, decision: GateDecision) -> Judgement | None:

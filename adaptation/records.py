@@ -186,6 +186,8 @@ class AdaptationStatus:
     discards: int
     training_seconds: float  # seconds of updates and their evaluation
     kl_to_anchor: float | None  # in nats; None: not enough texts yet
+    predicted_gain: float = 0.0  # sum of the judge's relative gains of all publishes, rolled back ones included
+    served_tau: float | None = None  # tokens per verify of the served version, as served; None: no query yet
     failures: Mapping[str, int]  # exceptions in the learning thread by stage
     restarts: int  # replaced learning threads
     reason: str = "on"  # why learning is on, and whether it waits for idle time

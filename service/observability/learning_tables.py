@@ -140,6 +140,16 @@ ADAPTATION: Final[Table[AdaptationStatus]] = (
         "KL divergence of the serving drafter from the deployed one; absent until it is measured.",
         lambda s: math.nan if s.kl_to_anchor is None else s.kl_to_anchor,
     ),
+    Gauge(
+        "adaptation_predicted_gain",
+        "Sum of the gains in tokens per step that the gate found in published updates.",
+        lambda s: s.predicted_gain,
+    ),
+    Gauge(
+        "adaptation_served_tau",
+        "Tokens per step of queries that the current version served; absent before the first.",
+        lambda s: math.nan if s.served_tau is None else s.served_tau,
+    ),
     Gauge("adaptation_arm_value{arm}", "Gain of throughput per signal.", lambda s: s.values, ARMS),
     Gauge("adaptation_waiting_samples{arm}", "Training samples waiting in the buffer.", lambda s: s.waiting, ARMS),
     Counter("adaptation_queries", "Finished queries observed by the learner.", lambda s: s.queries_observed),

@@ -18,9 +18,11 @@ from adaptation.timing import TrainingTime
 from adaptation.trainer import OnlineTrainer
 from adaptation.weights import DrafterWeights, ServedDrafter, in_place
 from drafters.feedback import DraftLabels, Query, QueryFeedback
+from drafters.memory.past import _prior
 from drafters.network.checkpoint import weights_of
 from drafters.network.model import SpecBlock
 from drafters.training.corpus import TOP
+from kernels.memory import ORDERS, WAYS
 from kernels.sample import gumbel_noise_of
 from tests.drafters.network.parts import DRAFT_VOCAB, target_config, tiny_drafter, tiny_embedding, tiny_table
 from tests.tiny_models import VOCAB_SIZE
@@ -108,6 +110,12 @@ def feedback(
         draft_labels=draft_labels,
         ready=None,
     )
+
+
+def beside_memory(made: QueryFeedback) -> QueryFeedback:
+    """The query, served beside a memory without past answers."""
+    lines = torch.zeros(len(made.top_ids), len(ORDERS), WAYS, dtype=torch.int64)
+    return replace(made, past=lines, regression=torch.stack([_prior(), torch.full_like(_prior(), 20.0)]))
 
 
 def sampled(seed: int, *, temperature: float = 1.0, answer: int = 64, offset: int = 1000) -> QueryFeedback:

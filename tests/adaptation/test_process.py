@@ -11,13 +11,15 @@ import pytest
 from torch import Tensor
 
 from adaptation.config import AdaptationConfig
+from adaptation.evaluator import replay_of
 from adaptation.learner import worker_of
 from adaptation.process import TrainingProcess
 from adaptation.records import TrainingLost
+from adaptation.samples import example_of
 from adaptation.timing import completed
 from drafters.network.checkpoint import weights_of
 from tests.adaptation.drafts import same
-from tests.adaptation.samples import Bench, bench, drafter, feedback, full_bench, samples
+from tests.adaptation.samples import EMBED, Bench, bench, beside_memory, drafter, feedback, full_bench, samples
 from tests.service.engine.test_thread import eventually
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs memfd")
@@ -62,6 +64,13 @@ def test_it_trains_judges_and_publishes_as_a_thread_does(tried: Bench, tmp_path:
     assert same(tried.trainer.tensors(), alone.learner.training.trainer.tensors())
     assert process_of(tried).num_started == 1
     assert tried.time.seconds > 0
+
+
+def test_it_replays_a_text_beside_the_memory_as_this_process_does(tried: Bench) -> None:
+    example, replica = example_of(beside_memory(feedback(1, token=7))), tried.weights.candidate()
+    assert example is not None
+    tau = completed(process_of(tried).replay(replica, example))
+    assert tau == replay_of(EMBED)(replica, example) > 1.0
 
 
 def test_an_update_in_it_can_be_abandoned_between_steps(tried: Bench) -> None:

@@ -172,7 +172,7 @@ def test_the_page_is_closed_and_small() -> None:
         metrics.observe_step(replace(STEP, budget_reason=reason, accepted_per_sequence=(MAX_DEPTH,)))
     for reason in FINISH_REASONS:
         metrics.observe_finish(replace(FINISH, finish_reason=reason))
-    metrics.observe_adaptation(replace(STATUS, kl_to_anchor=0.25))
+    metrics.observe_adaptation(replace(STATUS, kl_to_anchor=0.25, served_tau=2.0))
     for kind, reasons in EVENT_REASONS.items():
         for reason in (*reasons, "a sentence: with a colon"):
             metrics.observe_event(Event(kind, 1, reason))

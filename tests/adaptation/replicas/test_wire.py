@@ -19,12 +19,12 @@ from adaptation.checkpoint import layout_of
 from adaptation.records import Refused
 from adaptation.replicas.redis_store import QueryMessage
 from adaptation.replicas.wire import QueryCodec, Secret, sign, verify, weights_from_bytes, weights_to_bytes
-from adaptation.samples import training_sample
+from adaptation.samples import example_of, training_sample
 from drafters.feedback import DraftLabels, QueryFeedback
 from drafters.network.checkpoint import VOCABULARY, weights_of
 from tests.adaptation.drafts import same
 from tests.adaptation.replicas.members import SHAPE
-from tests.adaptation.samples import ANSWER, drafter, feedback, sampled
+from tests.adaptation.samples import ANSWER, beside_memory, drafter, feedback, sampled
 from tests.tiny_models import VOCAB_SIZE
 
 OURS, THEIRS = b"the secret of ours", b"the secret of others"
@@ -168,6 +168,43 @@ def test_a_text_of_which_a_part_travels_keeps_the_positions_of_its_noise() -> No
     assert sent.example is not None
     assert received.example is not None
     assert (received.example.seed, received.example.start) == (3, sent.example.start + 3)
+
+
+def test_what_a_memory_knew_travels_with_the_text_before_the_window() -> None:
+    made = beside_memory(feedback(3))
+    made = replace(made, first=2, features=made.features[2:], query=replace(made.query, drafted_nodes=9))
+    _, once = CODEC.decode(message(made))
+    _, twice = CODEC.decode(message(once))
+    unknown = replace(made.query, first_version=twice.query.version, version=twice.query.version)
+    assert_equal(twice, replace(made, query=unknown))
+    sent, received = example_of(made), example_of(twice)
+    assert sent is not None
+    assert received is not None
+    assert sent.memory is not None
+    assert received.memory is not None
+    assert sent.memory.nodes == received.memory.nodes == round(9 / 2)
+    for name in ("before", "lines", "regression"):
+        assert torch.equal(getattr(sent.memory, name), getattr(received.memory, name)), name
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "expected"),
+    [
+        ("before", lambda value: value.repeat(9), "misfit"),  # more than the positions before the window
+        ("before", lambda value: value + SHAPE.vocab, "misfit"),
+        ("past", lambda value: value[1:], "misfit"),
+        ("regression", lambda value: value * math.nan, "not_finite"),
+        ("regression", lambda value: -value, "misfit"),
+        ("regression", lambda value: torch.tensor(0), "misfit"),  # left out
+    ],
+)
+def test_a_memory_that_cannot_be_is_refused(name: str, change: Callable[[Tensor], Tensor], expected: str) -> None:
+    made = beside_memory(feedback(0))
+    sent = message(replace(made, first=2, features=made.features[2:]))
+    tensors = safetensors.torch.load(sent.tensors)
+    tensors[name] = change(tensors[name]).contiguous()
+    kept = {name: value for name, value in tensors.items() if value.ndim}
+    assert reason(resigned(sent, safetensors.torch.save(kept))) == expected
 
 
 def test_a_query_without_marks_arrives() -> None:
