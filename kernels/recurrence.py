@@ -31,8 +31,9 @@ class StateRows(NamedTuple):
 
     source: Tensor  # [sequences] int64, index of the state to begin with
     target: Tensor  # [sequences] int64, another index, of the state after the extend rows; 0: none is kept
-    replayed: Tensor  # [sequences, depth] int64, numbers of the last step's accepted nodes, in the order of the path
+    replayed: Tensor  # [sequences, depth] int64, rows of `drafted` of a step's accepted nodes, in the order of the path
     num_replayed: Tensor  # [sequences] int64
+    kept: Tensor  # [sequences] int64, first row of `drafted` for the inputs of each sequence's nodes; none is replayed
     extend_start: Tensor  # [sequences + 1] int64, first extend row of each sequence
     node_start: Tensor  # [sequences + 1] int64, first node row of each sequence
     parents: Tensor  # [sequences, nodes] int64, parents[i] < i, ROOT below the last extend row
@@ -43,7 +44,7 @@ class LayerStates(NamedTuple):
 
     tail: Tensor  # [states, kernel - 1, columns] float32, last inputs of the convolution, oldest first
     matrix: Tensor | None  # [states, heads, key_dim, value_dim] float32; None: the layer only convolves
-    drafted: Tensor  # [working states + 1, nodes, input columns], inputs of the last step's nodes
+    drafted: Tensor  # [inputs, input columns], of the nodes of steps
 
 
 class Convolution(NamedTuple):
@@ -79,14 +80,14 @@ def advance_states(
     columns], like inputs"""
     width = convolution.weight.shape[0] if recurrence is None else recurrence.heads * recurrence.value_dim
     y = inputs.new_zeros(inputs.shape[0], width)
-    given = inputs[:, : states.drafted.shape[2]]
+    given = inputs[:, : states.drafted.shape[1]]
     bounds = torch.stack((rows.extend_start, rows.node_start), 1).tolist()  # planned transfer
-    indices = torch.stack((rows.source, rows.target), 1).tolist()  # planned transfer
-    for number, (source, target) in enumerate(indices):
+    indices = torch.stack((rows.source, rows.target, rows.kept), 1).tolist()  # planned transfer
+    for number, (source, target, kept) in enumerate(indices):
         (extend, node), (extend_end, node_end) = bounds[number : number + 2]
         state = _State(states.tail[source], None if states.matrix is None else states.matrix[source])
         for past in rows.replayed[number, : rows.num_replayed[number]]:
-            state = _applied(states.drafted[source, past], state, convolution, recurrence)[1]
+            state = _applied(states.drafted[past], state, convolution, recurrence)[1]
         for row in range(extend, extend_end):
             y[row], state = _applied(given[row], state, convolution, recurrence)
         walked = [state]  # of the last extend row, then of each node
@@ -95,7 +96,7 @@ def advance_states(
             walked.append(after)
         if target:
             states.tail[target] = state.tail
-            states.drafted[target, : node_end - node] = given[node:node_end]
+            states.drafted[kept : kept + node_end - node] = given[node:node_end]
             if states.matrix is not None and state.matrix is not None:
                 states.matrix[target] = state.matrix
     return y
@@ -105,7 +106,6 @@ def assert_layout(inputs: Tensor, states: LayerStates, rows: StateRows) -> None:
     """Assert what kernels of `advance_states` need of its arguments. # inputs [rows, at least input columns]"""
     assert inputs.stride(1) == 1, "columns lie side by side"
     assert all(value is None or value.is_contiguous() for value in states), "states are changed in place"
-    assert rows.parents.shape[1] <= states.drafted.shape[1], "there is a place for the inputs of every node"
 
 
 class _State(NamedTuple):

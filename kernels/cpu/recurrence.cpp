@@ -18,7 +18,7 @@ constexpr int64_t PIECE = 512;    // columns that a thread convolves at a time w
 constexpr int64_t FEW = 1 << 11;  // columns of rows below which helpers cost more than they save
 
 struct StateRows {
-    const int64_t *source, *target, *replayed, *num_replayed, *extend_start, *node_start, *parents;
+    const int64_t *source, *target, *replayed, *num_replayed, *kept, *extend_start, *node_start, *parents;
     int64_t sequences, depth, nodes;
 };
 
@@ -26,7 +26,7 @@ template <class T>
 struct LayerStates {
     float *tail, *matrix;
     T* drafted;
-    int64_t most_nodes, input_columns;
+    int64_t input_columns;
 };
 
 struct Convolution {
@@ -77,15 +77,13 @@ struct Walk {
         rows.push_back({inputs + row * stride, y + row * width, nullptr, before, sequence, from, to});
     }
 
-    T* kept(int64_t state, int64_t node) const {
-        return states.drafted + (state * states.most_nodes + node) * states.input_columns;
-    }
+    T* kept(int64_t row) const { return states.drafted + row * states.input_columns; }
 
     void add_sequence(int64_t s) {
         const int64_t first = int64_t(rows.size());
         int64_t before = -1;
         for (int64_t i = 0; i < of.num_replayed[s]; i++, before = int64_t(rows.size()) - 1)
-            rows.push_back({kept(of.source[s], of.replayed[s * of.depth + i]), nullptr, nullptr, before, s, 0, 0});
+            rows.push_back({kept(of.replayed[s * of.depth + i]), nullptr, nullptr, before, s, 0, 0});
         for (int64_t row = of.extend_start[s]; row < of.extend_start[s + 1]; row++, before = int64_t(rows.size()) - 1)
             add(s, row, before, 0, 0);
         const int64_t nodes = int64_t(rows.size()), count = of.node_start[s + 1] - of.node_start[s];
@@ -105,7 +103,7 @@ struct Walk {
             const int64_t own = level + (sibling[size_t(node)] >= 0), row = int64_t(rows.size());
             levels = std::max(levels, own + 1);
             add(s, of.node_start[s] + node, before, level, own);
-            if (of.target[s]) rows.back().drafted = kept(of.target[s], node);
+            if (of.target[s]) rows.back().drafted = kept(of.kept[s] + node);
             add_below(s, node, row, own);
         }
     }

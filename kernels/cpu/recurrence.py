@@ -26,7 +26,7 @@ def advance_states(
         width = recurrence.heads * recurrence.value_dim
     y = inputs.new_zeros(inputs.shape[0], width)
     form = convolution_structure(convolution), recurrence and recurrence_structure(recurrence)
-    of_layer = CStruct(*states, *states.drafted.shape[1:])
+    of_layer = CStruct(*states, states.drafted.shape[1])
     of_rows = CStruct(*contiguous(*rows), rows.source.shape[0], rows.replayed.shape[1], rows.parents.shape[1])
     call("advance_states", *form, of_layer, of_rows, inputs, inputs.stride(0), y, prepared, dtype=inputs.dtype)
     return y
@@ -34,10 +34,10 @@ def advance_states(
 
 @_of_layers
 def convolution_structure(form: Convolution) -> CStruct:
-    """Build the C structure `Convolution` of recurrence.cpp. Raises ValueError for a convolution that is too long."""
+    """Build the C structure `Convolution` of recurrence.cpp. Raises NotImplementedError if it is too long."""
     columns, kernel = form.weight.shape
     if kernel > MOST_KERNEL:
-        raise ValueError(f"a convolution over {kernel} inputs: the kernels take {MOST_KERNEL}")
+        raise NotImplementedError(f"a convolution over {kernel} inputs, at most {MOST_KERNEL}")
     bias = None if form.bias is None else form.bias.detach().float().contiguous()
     return CStruct(form.weight.detach().float().mT.contiguous(), bias, kernel, columns, form.activated)
 

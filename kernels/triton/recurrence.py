@@ -31,7 +31,6 @@ class _Form(NamedTuple):
 
     tile: int  # value columns of a program
     stride: int  # of rows of inputs
-    nodes: int  # places for inputs of nodes
     input_columns: int
     columns: int
     kernel: int
@@ -50,14 +49,14 @@ class _Form(NamedTuple):
 def advance_states(
     inputs: Tensor, convolution: Convolution, recurrence: Recurrence | None, states: LayerStates, rows: StateRows
 ) -> Tensor:
-    """Same as the reference op. Raises ValueError for a convolution over more than four inputs.
+    """Same as the reference op. Raises NotImplementedError for a convolution over more than four inputs.
     # inputs [rows, at least input columns] -> [rows, heads * value_dim or columns]"""
     assert_layout(inputs, states, rows)
     (weight, bias, activated), (columns, kernel), of = convolution, convolution.weight.shape, recurrence
     if kernel > MOST_KERNEL:
-        raise ValueError(f"a convolution over {kernel} inputs: the kernels take {MOST_KERNEL}")
+        raise NotImplementedError(f"a convolution over {kernel} inputs, at most {MOST_KERNEL}")
     tile, layer = _COLUMNS if of is None else _TILE, [weight, bias]
-    sizes: list[Any] = [tile, inputs.stride(0), *states.drafted.shape[1:], columns, kernel, activated, bias is not None]
+    sizes: list[Any] = [tile, inputs.stride(0), states.drafted.shape[1], columns, kernel, activated, bias is not None]
     sizes += [columns] if of is None else [of.value_dim, of.heads, of.heads // of.key_heads, of.key_dim]
     if of is not None:
         sizes += triton.next_power_of_2(of.key_dim), of.time_limits, of.corrects, of.skip is not None
@@ -67,7 +66,7 @@ def advance_states(
     tensors = [weight if value is None else value.contiguous() for value in (*layer, *states, *rows)]
     if rows.source.shape[0]:
         _walk_states[(rows.source.shape[0], form.heads, triton.cdiv(form.value_dim, tile))](
-            inputs, y, tuple(tensors[: len(layer)]), LayerStates(*tensors[len(layer) : -7]), StateRows(*tensors[-7:]),
+            inputs, y, tuple(tensors[: len(layer)]), LayerStates(*tensors[len(layer) : -8]), StateRows(*tensors[-8:]),
             rows.replayed.shape[1], rows.parents.shape[1], FORM=form, num_warps=4,
             enable_fp_fusion=True,
         )  # fmt: skip
@@ -94,7 +93,8 @@ def _walk_states(
     value_at = head * FORM.value_dim + column + (2 * keys if FORM.corrects else 0)
     pair_at = head // FORM.shared * FORM.key_dim + key + side * (-keys if FORM.corrects else keys)
     pair_at += keys if FORM.corrects else FORM.heads * FORM.value_dim
-    begin, kept = tl.load(rows.source + sequence), tl.load(rows.target + sequence)
+    begin, target = tl.load(rows.source + sequence), tl.load(rows.target + sequence)
+    own = states.drafted + tl.load(rows.kept + sequence) * FORM.input_columns
     first, node = tl.load(rows.extend_start + sequence), tl.load(rows.node_start + sequence)
     num_past = tl.load(rows.num_replayed + sequence)
     num_certain = num_past + tl.load(rows.extend_start + sequence + 1) - first
@@ -113,10 +113,9 @@ def _walk_states(
             is_past, shown = ~of_node & (i < num_past), tl.where(of_node, left == 0, i >= num_past)
             row = tl.where(of_node, node + tl.sum(tl.where(slot == left, path, 0), 0), first + i - num_past)
             number = tl.load(rows.replayed + sequence * depth + i, mask=is_past, other=0)
-            past = states.drafted + (begin * FORM.nodes + number) * FORM.input_columns
-            given = tl.where(is_past, past, inputs + row * FORM.stride)
-            if of_node & (left == 0) & (kept > 0):
-                _copy(given, states.drafted + (kept * FORM.nodes + run - 1) * FORM.input_columns, FORM)
+            given = tl.where(is_past, states.drafted + number * FORM.input_columns, inputs + row * FORM.stride)
+            if of_node & (left == 0) & (target > 0):
+                _copy(given, own + (run - 1) * FORM.input_columns, FORM)
             value, v = _convolved(tl.load(given + value_at, mask=is_value, other=0.0), v, weights_v, FORM)
             result = value
             if FORM.key_dim > 0:
@@ -126,12 +125,12 @@ def _walk_states(
             tl.store(at, result, mask=column < tl.where(shown, FORM.value_dim, 0))
         if run == 0:
             base, base_v, base_p = state, v, p
-            if kept > 0:
-                _keep(states.tail, kept, v, value_at, is_value, FORM)
+            if target > 0:
+                _keep(states.tail, target, v, value_at, is_value, FORM)
                 if FORM.key_dim > 0:
                     is_own = (tl.program_id(2) == 0) & (head % FORM.shared == 0)  # one program writes a key head's
-                    _keep(states.tail, kept, p, pair_at, key < tl.where(is_own, FORM.key_dim, 0), FORM)
-                    tl.store(states.matrix + kept * state_size + place, state, mask=is_state)
+                    _keep(states.tail, target, p, pair_at, key < tl.where(is_own, FORM.key_dim, 0), FORM)
+                    tl.store(states.matrix + target * state_size + place, state, mask=is_state)
 
 
 @triton.jit

@@ -21,7 +21,6 @@ from service.engine.costs import FREE, Costs
 from service.engine.engine import Engine
 from service.engine.measuring import measure_costs
 from service.engine.requests import GenerationRequest, SamplingParams
-from service.engine.states import StateRoom
 from service.text.grammars import Grammar
 from service.text.prompts import read_prompt_set, refuse_too_long
 from service.text.tokenizer import ChatTokenizer
@@ -311,13 +310,13 @@ class _Bench:
         configured, nodes = self.assembly.limits, case.way.nodes
         lengths = [len(self.prompts[question.prompt]) + self.answer_tokens for question in questions]
         pool = self.assembly.target.pool
-        room = pool.states if pool.shape.bytes_per_state else StateRoom(NUM_COMPANIONS + 1, MAX_NODES)
+        most = pool.states.sequences if pool.shape.bytes_per_state else NUM_COMPANIONS + 1
         too_few = max(pool.least_slots(max(lengths), MAX_NODES), min(int(_SLOT_SHARE * sum(lengths)), pool.num_slots))
         limits = replace(
             configured,
             prefill_chunk=case.prefill_chunk,
-            max_budget=configured.max_budget if nodes is None else min(nodes, room.nodes),
-            max_sequences=max(configured.max_sequences, min(NUM_COMPANIONS + 1, room.sequences)),
+            max_budget=configured.max_budget if nodes is None else nodes,
+            max_sequences=max(configured.max_sequences, min(NUM_COMPANIONS + 1, most)),
             num_slots=too_few if case.company == "short of slots" else None,
         )
         policy = None if nodes is None else FixedBudget(nodes)

@@ -16,8 +16,9 @@ denominator is `CostBudget.step_seconds`. S and the argmax are computed on the d
 node is among them. `FixedBudget` has no argmax: every tree gets the configured number, as far as there are candidates.
 
 Limits: `DraftStage._limits` (drafting.py) bounds each tree by the settings' and the request's `max_budget`, and its
-depth by the tokens left to emit. Under load the nodes must fit into the free slots: `step_seconds` is infinite above
-them, and `DraftStage._pruned` cuts fixed budgets to equal shares of them.
+depth by the tokens left to emit. Under load the nodes must fit into the free slots, and with recurrent layers into the
+room for their inputs (states.py), which counts as so many slots: `step_seconds` is infinite above them, and
+`DraftStage._pruned` cuts fixed budgets to equal shares of them.
 
 Captured steps lay out their rows before N* is known. All trees have one width, the least captured one that holds what
 the step before wanted (`TreeWidth.choose`, tree_pruning.py), and are filled with their likeliest nodes, as padding

@@ -206,6 +206,8 @@ def layers_of(model: PreTrainedModel, pool: KVPool, ops: Ops, tap_layers: Sequen
     model.set_output_embeddings(nn.Identity())
     try:
         _refuse_difference(decoder, planned, _Trial.of(model, pool, ops), recorded, agree)
+    except NotImplementedError as error:
+        raise StartupError(f"this device's kernels do not support {error}: set device to another") from error
     except ValueError as error:
         raise StartupError(
             f"by this device's kernels {error}, but not by plain torch: run `make install` again"

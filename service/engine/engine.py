@@ -112,7 +112,7 @@ class Engine:
         self.target = target
         self.drafter = drafter
         self.slots = target.pool.allocator(limits.num_slots, limits.first_slot)
-        self.table = target.pool.table(max_sequences, limits.max_model_len, limits.max_budget)
+        self.table = target.pool.table(max_sequences, limits.max_model_len)
         self._draft_stage = DraftStage(
             drafter,
             policy,
@@ -219,7 +219,9 @@ class Engine:
     def _next_batch(self) -> tuple[StepBatch, bool]:
         """Return the next part of a failed step, or else a new batch, and whether it may have drafts."""
         if not self._recovery.parts:
-            return self._draft_stage.arrange(self.scheduler.schedule(), self.slots.room), True
+            batch = self.scheduler.schedule()
+            most = batch.num_extend_rows + self.table.most_nodes
+            return self._draft_stage.arrange(batch, min(self.slots.room, most)), True
         items = [item for item in self._recovery.parts.pop() if item.sequence.row is not None]
         return StepBatch(items, [item.sequence for item in items]), False
 
@@ -263,7 +265,7 @@ class Engine:
         """Append the step's tokens to their sequences, free the slots of rejected nodes, and make the outputs."""
         lengths = [len(tokens) - 1 for tokens in result.tokens]
         gaps = _advance(batch, lengths)
-        self.table.advance(batch.items, lengths, result.verified.path)
+        self.table.advance(batch.items, lengths, result.verified.path_rows)
         if rejected := sum(result.budget.node_rows) - sum(lengths):
             self.slots.free(result.verified.freed[:rejected])
         sent = [self._emit(sequence, index, result) for index, sequence in enumerate(batch.completing)]

@@ -14,7 +14,7 @@ from torch import Tensor
 from kernels.cpu.library import pool_memory
 from kernels.recurrence import LayerStates
 from kernels.rows import ExtendRows
-from kernels.tree_attention import NULL_SLOT, Attention, AttentionRows, KVRows
+from kernels.tree_attention import MAX_NODES, NULL_SLOT, Attention, AttentionRows, KVRows
 from service.engine.states import NULL_STATE, ONE_PROMPT, StateRoom, States, StateShape
 from service.errors import StartupError
 
@@ -53,10 +53,9 @@ class KVShape:
         return sum(layer.num_bytes for layer in self.recurrent)
 
     def state_bytes(self, room: StateRoom) -> int:
-        """Bytes of all states in memory, and of what trees leave to be replayed."""
-        states = (1 + room.num_working + room.snapshots) * self.bytes_per_state
-        columns = sum(layer.input_columns for layer in self.recurrent)
-        return states + (1 + room.num_working) * room.nodes * columns * self.dtype.itemsize
+        """Bytes of all states in memory, and of the inputs of two steps' nodes."""
+        states = room.num_states * self.bytes_per_state
+        return states + 2 * room.nodes * self.dtype.itemsize * sum(layer.input_columns for layer in self.recurrent)
 
     @property
     def bytes_per_slot(self) -> int:
@@ -202,10 +201,9 @@ class KVPool:
         """The keys and values that a layer reads, or its states. # [2, places, kv_heads, dim]"""
         return self.layers[index]
 
-    def table(self, max_sequences: int, max_length: int, max_nodes: int = 0) -> "SlotTable":
-        """Make a slot table, whose rows have states if the model has recurrent layers, for trees of so many nodes."""
+    def table(self, max_sequences: int, max_length: int) -> "SlotTable":
+        """Make a slot table, whose rows have states if the model has recurrent layers."""
         layers = [layer for layer in self.layers if isinstance(layer, LayerStates)]
-        assert not layers or max_nodes <= self.states.nodes, f"there is no room for the inputs of {max_nodes} nodes"
         states = States(layers, self.states, max_sequences, self.device) if layers else None
         return SlotTable(max_sequences, max_length, self.device, states)
 
@@ -332,6 +330,7 @@ class SlotTable:
     def __init__(self, max_sequences: int, max_length: int, device: torch.device, states: States | None = None) -> None:
         """`states`: states of the rows; None without recurrent layers."""
         self.states = states
+        self.most_nodes = max_sequences * MAX_NODES if states is None else states.most_nodes  # of a step
         self.slots = torch.full((max_sequences, max_length), NULL_SLOT, dtype=torch.int64, device=device)
         self._free_rows = list(range(max_sequences - 1, -1, -1))
 
@@ -341,7 +340,7 @@ class SlotTable:
             self.states.begin(row, state, position)
 
     def advance(self, extends: Sequence[ExtendRows], accepted: Sequence[int] = (), path: Tensor | None = None) -> None:
-        """Take over the states that a step has written; see `States.advance`. # path [completing, depth] int64"""
+        """Take over the states that a step has written; see `States.advance`. # path [completing, 1 + depth] int64"""
         if self.states is not None:
             self.states.advance(extends, accepted, path)
 

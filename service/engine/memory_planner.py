@@ -33,7 +33,6 @@ _SCORED_BLOCKS = 16  # four blocks at once, each as log-probabilities, noise, th
 _SLOT_BYTES = 3 * 8  # a slot's number, and those of its place
 _CACHED_WINDOWS = 24  # windows of slots for one cached window
 _TOKENS_PER_SNAPSHOT = 2048  # slots for one snapshot of states
-_LEAST_STATES = StateRoom(sequences=3, nodes=32)  # what checks at start-up need
 _LEARNING_SHARE = 0.25  # of the free memory, the most that learning takes where the operator did not ask for it
 _SPARE_BYTES = 512 << 20  # workspaces of libraries, fragmentation, the device context
 
@@ -97,10 +96,11 @@ class KVRoom(NamedTuple):
 
 
 def running_states(shape: KVShape, limits: EngineLimits) -> StateRoom:
-    """Numbers of states of running sequences."""
+    """Numbers of states of running sequences, and nodes of their steps: at most as many as one tree can have."""
     if not shape.bytes_per_state:
         return ONE_PROMPT
-    return StateRoom(*map(max, (limits.max_sequences, limits.max_budget), _LEAST_STATES))
+    nodes = min(limits.max_sequences * limits.max_budget, MAX_NODES)
+    return StateRoom(max(limits.max_sequences, 3), max(nodes, 64))  # checks at start-up need so many
 
 
 def _states_for(shape: KVShape, pool_bytes: int, limits: EngineLimits, needed: int) -> StateRoom:

@@ -3,11 +3,13 @@
 Memory holds states by index. Index 0 is the null state, all zeros, where texts begin. Each row of the slot table has
 two working states: a step reads one and writes the other, and the host changes from one to the other only when the step
 has succeeded, so that a step that is repeated reads what it has read before. Further indices are snapshots, which the
-prefix cache keeps at the ends of prefixes.
+prefix cache keeps at the ends of prefixes. The inputs of a step's nodes lie in one half of a table of all sequences,
+those that the step replays in the other.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -45,13 +47,13 @@ class StateRoom(NamedTuple):
     """Numbers of what memory holds states for."""
 
     sequences: int = 1  # rows of the slot table
-    nodes: int = 0  # most nodes of a sequence's tree
+    nodes: int = 0  # most nodes of a step
     snapshots: int = 0  # states of cached prefixes
 
     @property
-    def num_working(self) -> int:
-        """Number of working states."""
-        return 2 * self.sequences
+    def num_states(self) -> int:
+        """Number of states, the null state included."""
+        return 1 + 2 * self.sequences + self.snapshots
 
     @property
     def described(self) -> str:
@@ -60,12 +62,11 @@ class StateRoom(NamedTuple):
 
     def layer(self, shape: StateShape, dtype: torch.dtype, device: torch.device) -> LayerStates:
         """Allocate the states of a layer, all zeros. `dtype`: type of activations."""
-        states, columns = 1 + self.num_working + self.snapshots, shape.input_columns
-        matrices = states, shape.heads, shape.key_dim, shape.value_dim
+        matrices = self.num_states, shape.heads, shape.key_dim, shape.value_dim
         return LayerStates(
-            tail=pool_memory((states, shape.kernel - 1, shape.columns), torch.float32, device),
+            tail=pool_memory((self.num_states, shape.kernel - 1, shape.columns), torch.float32, device),
             matrix=pool_memory(matrices, torch.float32, device) if shape.heads else None,
-            drafted=pool_memory((1 + self.num_working, self.nodes, columns), dtype, device),
+            drafted=pool_memory((2 * self.nodes, shape.input_columns), dtype, device),
         )
 
 
@@ -88,12 +89,13 @@ class States:
     def __init__(self, layers: Sequence[LayerStates], room: StateRoom, rows: int, device: torch.device) -> None:
         """`layers`: memory of all recurrent layers; `rows`: rows of the slot table."""
         assert rows <= room.sequences, f"states of {rows} sequences requested, there are {room.sequences}"
-        first = 1 + room.num_working
-        self.snapshots = range(first, first + room.snapshots)
+        self.snapshots = range(room.num_states - room.snapshots, room.num_states)
         self.free = list(reversed(self.snapshots))  # snapshots that can be taken
+        self.most_nodes = room.nodes
+        self._first_kept = 0  # row of `LayerStates.drafted`, of the half that the next step with nodes writes
         self._layers, self._device = layers, device
         self._standing = [_Standing() for _ in range(rows)]
-        self._paths = torch.zeros(rows, MAX_DEPTH, dtype=torch.int64, device=device)  # nodes to replay
+        self._paths = torch.zeros(rows, MAX_DEPTH, dtype=torch.int64, device=device)  # inputs to replay
 
     def begin(self, row: int, state: int = NULL_STATE, position: int = 0) -> None:
         """Let a row go on from this state, which has read `position` tokens."""
@@ -111,36 +113,36 @@ class States:
     def rows(self, extends: Sequence[ExtendRows], nodes: Sequence[int], parents: Tensor) -> StateRows:
         """Lay out a step: which states it reads and writes, which nodes it replays, and where its rows are. Changes
         nothing. `nodes`: node rows of each tree. # parents [sequences, nodes] int64"""
-        extend_start, node_start = [0], [sum(extend.num_rows for extend in extends)]
-        for extend, count in zip(extends, nodes, strict=True):
-            standing = self._standing[extend.table_row]
-            reads = standing.position + standing.accepted
-            assert reads == extend.start, f"a state that has read {reads} tokens cannot go on at {extend.start}"
-            extend_start.append(extend_start[-1] + extend.num_rows)
-            node_start.append(node_start[-1] + count)
         lines = [extend.table_row for extend in extends]
-        source, target, accepted, starts, node_starts, table_rows = send(
-            self._device,
-            [self._standing[row].state for row in lines],
-            [self._target(row) for row in lines],
-            [self._standing[row].accepted for row in lines],
-            extend_start,
-            node_start,
-            lines,
+        standing = [self._standing[row] for row in lines]
+        for one, extend in zip(standing, extends, strict=True):
+            read = one.position + one.accepted
+            assert read == extend.start, f"a state that has read {read} tokens cannot go on at {extend.start}"
+        absent = {row for row, one in enumerate(self._standing) if one.accepted}.difference(lines)
+        most = 0 if absent else self.most_nodes
+        assert sum(nodes) <= most, f"no room for the inputs of {sum(nodes)} nodes, while rows {absent} wait for theirs"
+        starts = [*accumulate((extend.num_rows for extend in extends), initial=0)]
+        node_starts = [*accumulate(nodes, initial=starts[-1])]
+        kept = [self._first_kept + start - starts[-1] for start in node_starts[:-1]]
+        begun, targets = [one.state for one in standing], [self._target(row) for row in lines]
+        table_rows, source, target, *others = send(
+            self._device, lines, begun, targets, [one.accepted for one in standing], kept, starts, node_starts
         )
-        return StateRows(source, target, self._paths[table_rows], accepted, starts, node_starts, parents)
+        return StateRows(*(source, target, self._paths[table_rows], *others, parents))
 
     def advance(self, extends: Sequence[ExtendRows], accepted: Sequence[int] = (), path: Tensor | None = None) -> None:
         """Take over what a step has written. `accepted`: number of accepted nodes of each sequence that completes, none
-        without `path`, which has these nodes. # path [completing, depth] int64"""
+        without `path`, which has the forward's rows of root and accepted nodes. # path [completing, 1 + depth] int64"""
         for extend in extends:
             position = extend.start + extend.num_rows
             self._standing[extend.table_row] = _Standing(self._target(extend.table_row), position)
         lines = [extend.table_row for extend in extends if extend.completes]
         for row, count in zip(lines, accepted, strict=path is not None):
             self._standing[row].accepted = count
-        if path is not None and path.shape[1]:
-            self._paths[send(self._device, lines)[0], : path.shape[1]] = path
+        if path is not None and path.shape[1] > 1:
+            first = self._first_kept - sum(extend.num_rows for extend in extends)
+            self._paths[send(self._device, lines)[0], : path.shape[1] - 1] = path[:, 1:] + first
+            self._first_kept = self.most_nodes - self._first_kept
 
     def keep(self, row: int) -> int:
         """Copy the state of a row to a free snapshot, and return that."""

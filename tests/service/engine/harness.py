@@ -35,7 +35,7 @@ from service.text.tokenizer import ChatTokenizer
 from tests.tiny_models import loaded_tiny
 
 NUM_SLOTS = 2048
-STATES = StateRoom(sequences=16, nodes=64, snapshots=6)
+STATES = StateRoom(sequences=16, nodes=256, snapshots=6)
 LIMITS = EngineLimits(max_model_len=512, max_sequences=8, prefill_chunk=64, max_budget=12)
 
 

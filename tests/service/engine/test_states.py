@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from kernels import ops
 from kernels.recurrence import Convolution, Recurrence, StateRows, advance_states
 from kernels.rows import ExtendRows
 from service.drafter import draft_model_of, make_drafter
@@ -84,7 +85,8 @@ def states_after(text: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     if text:
         states.tail[1], states.matrix[1] = states_after(text[:-1])
         none, starts = torch.zeros(1, 0, dtype=torch.int64), (torch.tensor([0, 1]), torch.tensor([1, 1]))
-        rows = StateRows(torch.tensor([1]), torch.tensor([2]), none, torch.tensor([0]), *starts, none)
+        zero = torch.tensor([0])
+        rows = StateRows(torch.tensor([1]), torch.tensor([2]), none, zero, zero, *starts, none)
         advance_states(INPUTS[[text[-1]]], CONVOLUTION, DELTA, states, rows)
     index = 2 if text else 0
     return states.tail[index].clone(), states.matrix[index].clone()
@@ -102,7 +104,7 @@ def engine_of(
     loaded = loaded_tiny("llama")
     plain = tiny_engine(loaded)  # its target is given the other layers
     target, layer = plain.target, OneLayer(plain.target.vocab_size)
-    states = StateRoom(limits.max_sequences, limits.max_budget, snapshots)
+    states = StateRoom(limits.max_sequences, 3 * limits.max_budget, snapshots)
     layers = (SHAPE,) if window is None else (SHAPE, LayerKV(1, 8, window))
     places = None if window is None else min(num_slots, 150)
     target.pool = KVPool(KVShape(layers, torch.float32), num_slots, target.device, num_places=places, states=states)
@@ -255,6 +257,24 @@ def conversation(choose: random.Random, turns: int) -> list[tuple[list[int], int
     return found
 
 
+def test_nodes_of_a_step_have_room_for_their_inputs() -> None:
+    engine, _ = engine_of()
+    ask(engine, request("one", [3, 4, 5], greedy(4)))
+    budget = engine._next_batch()[0].budget
+    assert budget is not None
+    assert budget.load.free_slots == 3 * LIMITS.max_budget
+
+
+def test_a_convolution_that_kernels_do_not_support_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def refused(*_: object) -> NoReturn:
+        raise NotImplementedError("a convolution over 5 inputs, at most 4")
+
+    loaded = load(save(made(RECURRENT[0]), tmp_path))
+    monkeypatch.setattr(ops.on(torch.device("cpu")), "advance_states", refused)
+    with pytest.raises(StartupError, match="kernels do not support a convolution over 5 inputs, at most 4"):
+        tiny_engine(loaded)
+
+
 def test_a_draft_model_with_states_is_refused(tmp_path: Path) -> None:
     loaded = load(save(made(RECURRENT[0]), tmp_path))
     with pytest.raises(StartupError, match="the draft model small has recurrent layers"):
@@ -340,8 +360,11 @@ def test_pools_have_room_for_states() -> None:
     limits = EngineLimits(max_model_len=512, max_sequences=4, prefill_chunk=64, max_budget=40, prefix_cache=True)
     pool_bytes = 1 << 20
     room = room_for(shape, pool_bytes, limits)
-    assert room.states[:2] == (4, 40)
+    assert room.states[:2] == (4, 4 * 40)
     pool = KVPool(shape, room.num_slots, torch.device("cpu"), states=room.states)
+    states = [value for layer in pool.layers[1:] for value in layer if value is not None]
+    assert sum(value.nbytes for value in states) == shape.state_bytes(room.states)
+    assert room_for(shape, 1 << 22, replace(limits, max_sequences=32)).states.nodes == 256
     assert bytes_of(pool) <= pool_bytes + 2 * shape.bytes_per_slot
     assert bytes_of(pool) >= pool_bytes - shape.bytes_per_state - 2048 * shape.bytes_per_slot
     assert room.states.snapshots > 0
@@ -399,3 +422,21 @@ def test_a_prompt_that_many_wait_for_holds_no_snapshots_back() -> None:
         leases = [one.lease for one in engine.scheduler.running if one.lease is not None]
         assert all(len(lease.states) <= 1 for lease in leases)
     assert layer.num_read == len(long) + 2 * len(ends)  # the last common token is read again
+
+
+def test_inputs_are_kept_for_the_next_step_with_nodes() -> None:
+    states, none = engine_of()[0].table.states, torch.zeros(2, 0)
+    assert states is not None
+    pair = [ExtendRows(row, 0, [1], completes=True) for row in range(2)]
+    states.advance(pair, [2, 1], torch.tensor([[0, 2, 4], [1, 6, 1]]))
+    one, other = (ExtendRows(row, 3 - row, [1, 1], completes=True) for row in range(2))
+    for _ in range(2):  # a step without nodes, and the same again
+        rows = states.rows([one], [0], none[:1])
+        assert rows.replayed[0, :2].tolist() == [0, 2]
+    with pytest.raises(AssertionError, match=r"inputs of 1 nodes, while rows \{1\} wait"):
+        states.rows([one], [1], none[:1])
+    with pytest.raises(AssertionError, match="no room for the inputs of 37 nodes"):
+        states.rows([one, other], [30, 7], none)
+    rows = states.rows([other, one], [3, 5], none)
+    assert rows.replayed[0, 0].item() == 4
+    assert rows.kept.tolist() == [states.most_nodes, states.most_nodes + 3]
