@@ -2,7 +2,7 @@
 
 The first queries are served and recorded without learning. A copy of the drafter trains on them, round after round.
 Each version is replayed on the last queries, as the gate does it, and serves them, each time with the memory of the
-first queries and with the network in every step. Costs are CPU seconds, and as many plain steps.
+first queries, with 8 nodes, and with the network in every step. Costs are CPU seconds, and as many plain steps.
 """
 
 import time
@@ -47,10 +47,12 @@ from service.bench.experiment import (
     table_of,
 )
 from service.config import LoadedConfig
+from service.engine.budget import FixedBudget
 from service.engine.requests import GenerationRequest
 from service.errors import StartupError
 from service.learning.adaptive import Adaptive, build_adaptive
 
+_NODES = 8
 _DAMAGE = 0.05  # noise of the first damaged drafter, in standard deviations of a weight's values
 _TEXTS: dict[Arm, int] = {"head": 16, "full": 24}  # of an update
 _PLAIN_QUERIES = 5
@@ -185,9 +187,9 @@ def run(
 def recording(assembly: Assembly, folder: Path) -> Iterator[tuple[Adaptive, Collector]]:
     """Yield an engine whose queries are recorded and not learnt from."""
     config = AdaptationConfig(enabled=True, train_in="thread")
-    tuning = Tuning(queued_queries=_ALL)
+    tuning, budget = Tuning(queued_queries=_ALL), FixedBudget(_NODES)  # prices of rows change from run to run
     assembly = replace(assembly, config=assembly.config.model_copy(update={"adaptation": config}))
-    adaptive = build_adaptive(assembly, folder=folder, emit=lambda event: None, tuning=tuning)
+    adaptive = build_adaptive(assembly, folder=folder, emit=lambda event: None, budget=budget, tuning=tuning)
     adaptive.worker.loop = collector = Collector()
     adaptive.worker.start()
     try:
@@ -235,7 +237,7 @@ def agreement(rows: Sequence[Row]) -> dict[str, float]:
     """Return Spearman's rank correlation of replayed and served tau over the versions, and the ratio of served to
     replayed gain by least squares."""
     taus = np.array([(row["tau"], row["served_tau"]) for row in rows])
-    replayed, served = taus.argsort(0).argsort(0).T
+    replayed, served = taus.argsort(0, kind="stable").argsort(0).T
     gains = np.array([(row["gain"][0] - 1, row["served_gain"][0] - 1) for row in rows])
     ratio = (gains[:, 0] * gains[:, 1]).sum() / (gains[:, 0] ** 2).sum()
     return {"rank_correlation": float(np.corrcoef(replayed, served)[0][1]), "served_over_replayed_gain": float(ratio)}

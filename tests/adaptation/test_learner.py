@@ -521,6 +521,7 @@ def test_after_traffic_an_update_and_a_rollback(tmp_path: Path) -> None:
         tried.update()
         tried.weights.between_steps()
     tried.learner.observe(feedback(99, rejected=0, accepted=()))
+    assert seen(tried).served_tau == pytest.approx(2.5), "two and three tokens of two steps"
     tried.learner.rollback()
     before, status = seen(bench(tmp_path / "first", policy="bandit")), seen(tried)
     assert (before.policy, before.version, before.newest, before.paused) == ("bandit", 0, 0, False)
@@ -536,6 +537,8 @@ def test_after_traffic_an_update_and_a_rollback(tmp_path: Path) -> None:
     assert status.excluded == {"nothing_to_learn": status.queries_excluded}
     assert status.snapshots == tuple(tried.weights.snapshots.versions)
     assert status.condemned == tuple(sorted(tried.weights.condemned)) != ()
+    gains = [event.numbers["gain"] for event in tried.events if event.kind == "published"]
+    assert (status.predicted_gain, status.served_tau) == (pytest.approx(sum(gains)), None)
     assert status.kl_to_anchor is not None
     assert status.training_seconds == tried.time.seconds > 0
     assert [past.kind for past in status.events] == kinds[-50:]

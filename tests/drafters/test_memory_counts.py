@@ -1,6 +1,7 @@
 """What the memory tells of itself: what it remembers, what it had seen, how full it is, and whose answers went."""
 
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -12,6 +13,7 @@ from drafters.memory_counts import MemoryCounts
 from drafters.protocol import Committed, DraftContext, DraftingSizes, HostMetadata, MemorySizes, Noise
 from drafters.readback import Readback
 from drafters.tree import VerifyResult
+from kernels.memory import past_lines
 from kernels.trees import DraftTree, select_nodes
 from tests.kernels.tensor_program import kernels, record
 from tests.random_tree import RandomTreeDrafter
@@ -180,3 +182,43 @@ def test_a_suspended_memory_counts_the_same_tokens_later() -> None:
         kept.append(drafter._memory.tails)
     assert torch.equal(*kept)
     assert counts[0].remembered_tokens == counts[1].remembered_tokens == 2 * steps
+
+
+class Recording(RandomTreeDrafter):
+    """A network whose recorder wants every sequence."""
+
+    wants_scores = True
+
+    def __init__(self, sizes: DraftingSizes) -> None:
+        super().__init__(sizes)
+        self.past: list[Tensor] = []
+        self.regression: Tensor | None = None
+
+    def start(self, contexts: Sequence[DraftContext]) -> None:
+        self.regression = contexts[0].regression
+
+    def commit(self, committed: Committed) -> None:
+        assert committed.past is not None
+        self.past.append(committed.past)
+
+
+def test_a_suspended_memory_that_is_recorded_counts_at_once() -> None:
+    """What past answers knew of a token is read before it is counted, in every step."""
+    sizes = DraftingSizes(max_sequences=1, max_length=64, max_nodes=8, memory=MemorySizes(num_bytes=64 * KIB))
+    network = Recording(sizes)
+    drafter, rows, text = MemoryDrafter(sizes, network), torch.tensor([0]), [1]
+    drafter.start([DraftContext(0, text, scope="owner", store=True)])
+    (share,) = drafter.past.by_scope()
+    assert network.regression is not None
+    assert torch.equal(network.regression, torch.stack([share.weights, share.squares]))
+    result = VerifyResult(rows[:, None][:, 1:], torch.zeros_like(rows), rows[:, None])
+    for step, token in enumerate([2, 3, 2, 3, 2]):
+        new, host = torch.tensor([[token]]), HostMetadata((0,), (step,))
+        expected = past_lines(drafter._memory, rows, new)
+        drafter.commit(
+            Committed(rows, new, torch.ones_like(rows), DraftTree.empty(1), result, None, rows + step, new, False, host)
+        )
+        assert torch.equal(network.past[-1], expected)
+        assert drafter.memory_counts().remembered_tokens == step + 1
+        text.append(token)
+    assert [bool(lines.any()) for lines in network.past] == [False, False, False, True, True]

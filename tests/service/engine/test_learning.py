@@ -98,6 +98,7 @@ def test_a_query_is_reported_with_what_it_took(scope: Scope) -> None:
     steps = list(zip(result.end.speculation.accepted_per_step, result.end.speculation.drafted_per_step, strict=True))
     assert query.accepted == tuple(accepted for accepted, drafted in steps if drafted)
     assert query.plain_steps == sum(drafted == 0 for _, drafted in steps)
+    assert query.drafted_nodes == sum(drafted for _, drafted in steps)
     assert sum(query.accepted) > 0
     assert query.first_version == 1
     assert query.version == heard.version
