@@ -114,6 +114,7 @@ class Bootstrap:
     def rebase(self, weights: dict[str, Tensor]) -> None:
         """Make these weights, shapes [...] as in the drafter, the anchor. Raises AdaptationError if they cannot be
         stored."""
+        self.waiting.clear()  # no text is added to the sums any more
         write_weights(self.weights.anchor, weights)
         self._checkpoint.save_tensors("anchor", weights_of(self.weights.anchor), origin=self.weights.latest.origin)
 
