@@ -9,7 +9,6 @@ from them.
 
 import copy
 import time
-from collections import deque
 
 import torch
 from torch import Tensor
@@ -51,15 +50,15 @@ class Bootstrap:
         self.counts = TokenCounts(drafter.config.target_vocab_size)  # the draft vocabulary is chosen from these
         self._embed, self._rows = drafter.embed, rows
         self._checkpoint, self._seed = checkpoint, tuning.seed
-        self.waiting: deque[Example] = deque(maxlen=tuning.replay_texts)  # texts to add to the sums
         self._rests_until = 0.0  # the sums are not stored before
         self._given = drafter.given if self.makes else None
+        self._solution: dict[str, Tensor] | None = None  # refused, and trained while more positions are collected
         self._sums = self._no_sums() if self.makes else None
         self.wanted = 0 if self._sums is None else _FIRST * self._sums.known
 
     @property
     def collects(self) -> bool:
-        """Whether sums are collected; then no update trains the drafter yet."""
+        """Whether sums are collected; then only idle time trains the drafter, once there is a solution."""
         return self._sums is not None
 
     @property
@@ -70,7 +69,15 @@ class Bootstrap:
     @property
     def due(self) -> bool:
         """Whether there are enough positions for the next solution, or given weights to try first."""
-        return self.collects and (self._given is not None or self.positions >= self.wanted)
+        if self._sums is None:
+            return False
+        lost = self._solution is None and self.positions >= _FIRST * self._sums.known  # by an earlier process
+        return self._given is not None or lost or self.positions >= self.wanted
+
+    @property
+    def trains(self) -> bool:
+        """Whether there is something to train in idle time."""
+        return not self.collects or self._solution is not None
 
     @property
     def serves_nothing(self) -> bool:
@@ -102,19 +109,24 @@ class Bootstrap:
         """Stop collecting if the solution, shapes [...] as in the drafter, is published or was the last attempt; else
         double the positions that the next one needs. Raises AdaptationError if the solution cannot be stored."""
         assert self._sums is not None, "nothing was solved"
-        self._given = None
+        given, self._given = self._given, None
         if published or self.wanted >= _LAST * self._sums.known:
-            self._sums = None
-            self._checkpoint.drop_tensors("sums")
-            self.rebase(solution)
+            self.outgrown(solution)
             return
+        self._solution = None if given else solution  # another one is made in place of given weights
         while self.wanted <= self.positions:
             self.wanted *= 2
+
+    def outgrown(self, weights: dict[str, Tensor]) -> None:
+        """Stop collecting, and make these weights, shapes [...] as in the drafter, the anchor: training has got further
+        with them than another solution would. Raises AdaptationError if they cannot be stored."""
+        self._sums = self._solution = None
+        self._checkpoint.drop_tensors("sums")
+        self.rebase(weights)
 
     def rebase(self, weights: dict[str, Tensor]) -> None:
         """Make these weights, shapes [...] as in the drafter, the anchor. Raises AdaptationError if they cannot be
         stored."""
-        self.waiting.clear()  # no text is added to the sums any more
         write_weights(self.weights.anchor, weights)
         self._checkpoint.save_tensors("anchor", weights_of(self.weights.anchor), origin=self.weights.latest.origin)
 
@@ -122,8 +134,7 @@ class Bootstrap:
         """Stop collecting, because an operator or a leader brought these weights, shapes [...] as in the drafter. The
         first such weights become the anchor, later ones do not. Raises AdaptationError if they cannot be stored."""
         if self.collects:
-            self._sums = None
-            self.rebase(weights)
+            self.outgrown(weights)
 
     def rolled_back(self) -> None:
         """Restart collecting if no solution serves any more, because the sums of the last one were dropped."""
@@ -134,7 +145,9 @@ class Bootstrap:
     def training_start(self) -> dict[str, Tensor]:
         """Return the weights that updates start from, shapes [...] as in the drafter: the serving ones, or the last
         solution if no solution serves."""
-        return weights_of(self.weights.anchor) if self.serves_nothing else self.weights.train_from_served()
+        if not self.serves_nothing:
+            return self.weights.train_from_served()
+        return self._solution or weights_of(self.weights.anchor)
 
     def keep(self, *, always: bool = False) -> bool:
         """Store the sums, unless that would take more than its share of the time. Returns whether they were stored.

@@ -75,6 +75,11 @@ class AdaptationConfig(BaseModel):
         ge=0,
         le=1,
     )
+    replay_file: Path | None = Field(
+        default=None,
+        description="File that keeps the texts that learning trains on in idle time over restarts, readable by the "
+        "server's user only; its key is in FILE.key. Unset: they are in memory only.",
+    )
     bootstrap_prompts: Path | None = Field(
         default=None,
         description="JSON Lines file of prompts that the server answers while it is idle, until it has made a "
@@ -132,7 +137,7 @@ class Tuning:
     step_texts: int = 3  # texts per optimizer step of a full update
     warm_up_steps: int = 8  # steps of learning-rate warm-up after a reset; at most one update
     update_norm: float = 0.02  # maximum change of the weights by an update, relative to their norm
-    replay_texts: int = 256  # size of the replay buffer; updates in idle time need many texts
+    replay_share: float = 0.125  # of the memory that is free at the start, the most that the replay buffer takes
     kept_refusals: int = 8  # refusals in a row before the training copy starts over: small updates add up
     recorded_share: float = 1 / 16  # share of queries recorded once texts suffice: recording costs 2 % of a fast step
     validation_share: float = 0.25  # share of queries held for validation, never trained on
@@ -150,6 +155,14 @@ def usable_cores(cgroups: Path = Path("/sys/fs/cgroup"), mine: Path = Path("/pro
     usable = len(os.sched_getaffinity(0)) if sys.platform == "linux" else psutil.cpu_count() or 1
     quota = min(_quotas(cgroups, mine), default=float(usable))
     return max(1, min(usable, psutil.cpu_count(logical=False) or usable, math.ceil(quota)))
+
+
+def free_memory(container: Path = Path("/sys/fs/cgroup")) -> int:
+    """Bytes of memory that are free, in a container within its limit (control groups of version 2)."""
+    free, limit = psutil.virtual_memory().available, container / "memory.max"
+    if limit.is_file() and limit.read_text().strip().isdecimal():
+        free = min(free, int(limit.read_text()) - int((container / "memory.current").read_text()))
+    return max(0, free)
 
 
 def _quotas(cgroups: Path, mine: Path) -> Iterator[float]:

@@ -122,16 +122,20 @@ class AnchorDistance:
         self._weights = weights
         self._divergence = divergence
         self._num_texts = num_texts
-        self._texts: list[Example] = []
+        self._texts: list[ValidationText] = []
         self._measured: tuple[int, float] | None = None  # version, distance
 
     def add(self, text: ValidationText) -> None:
         """Add a text to measure on, unless there are enough."""
         if len(self._texts) < self._num_texts:
-            self._texts.append(text.example)
+            self._texts.append(text)
 
-    def forget(self) -> None:
-        """Discard the measured distance, because the anchor changed."""
+    def forget(self, scope: str | None) -> None:
+        """Drop the texts of a scope, or all texts if it is None."""
+        self._texts = [text for text in self._texts if scope not in (None, text.scope)]
+
+    def anchor_changed(self) -> None:
+        """Discard the measured distance."""
         self._measured = None
 
     @property
@@ -149,7 +153,7 @@ class AnchorDistance:
     @torch.no_grad()
     def _measure(self, model: SpecBlock) -> float:
         reach, device = model.config.reach, model.d2t.device
-        batches = (Batch.of([text], reach, device) for text in self._texts)
+        batches = (Batch.of([text.example], reach, device) for text in self._texts)
         return float(torch.stack([self._divergence(model, batch) for batch in batches]).mean())
 
 

@@ -15,8 +15,9 @@ import torch
 from pydantic import ConfigDict, NonNegativeFloat, NonNegativeInt, TypeAdapter
 from torch import Tensor
 
-from adaptation.config import Tuning
+from adaptation.config import Tuning, free_memory
 from adaptation.policy import Arm, Bandit, QueryReport, State
+from adaptation.replay_buffer import ReplayBuffer
 from adaptation.samples import (
     Admission,
     Quota,
@@ -250,10 +251,10 @@ class FeedbackFilter:
             QueryReport(query.seconds, signal, feedback.recorded, sample.draft_labels.count > 0)
         )
         if learns and example is not None:
-            self.buffers.remember(sample)
+            sample = replace(sample, example=self.buffers.replay.add(example, query))
         if decision.arm is not None:
             self.buffers.add(decision.arm, sample)
-        text = None if example is None else self.validation.number(example)
+        text = None if example is None else self.validation.number(example, query.scope)
         if validates and text is not None:
             self.validation.keep(text)
         if is_offered:
@@ -265,7 +266,6 @@ class FeedbackFilter:
         if changed:
             self.policy.traffic_changed()
             self.validation.traffic_changed()
-            self.buffers.clear_replay()
         return FilteredQuery(admission, text, validates, changed)
 
     def due(self) -> Lesson | None:
@@ -275,15 +275,20 @@ class FeedbackFilter:
         return None if arm is None else Lesson(arm, self.buffers.take(arm), fmean(signals[arm]))
 
     def rehearsal(self) -> Lesson | None:
-        """Draw a full update from the replay buffer. Returns None if the buffer is empty."""
+        """Take a full update from the replay buffer. Returns None if the buffer is empty."""
         samples = self.buffers.rehearsal()
         return Lesson("full", samples, None) if samples else None
 
-    def forget(self) -> None:
-        """Drop the buffered samples and make the values of arms less certain, because the serving weights did not come
+    def weights_replaced(self) -> None:
+        """Drop the queued samples and make the values of arms less certain, because the serving weights did not come
         from an update."""
         self.policy.traffic_changed()
-        self.buffers.clear()
+        self.buffers.clear_queues()
+
+    def forget(self, scope: str | None) -> None:
+        """Drop all texts and samples of a scope, or of all scopes if it is None."""
+        self.buffers.forget(scope)
+        self.validation.forget(scope)
 
     def choose_share(self, *, learning: bool, collects: bool, watched: bool) -> None:
         """Choose the share of queries to record. Few, if nothing is learnt, no update promises a gain, or no query has
@@ -315,11 +320,11 @@ class FeedbackFilter:
 def build_filter(tuning: Tuning, policy: Bandit, sampler: RecordingSampler, *, vocab: int) -> FeedbackFilter:
     """Build the filter and its parts. `vocab`: size of the target's vocabulary."""
     quota = Quota(client_share=tuning.client_share, free_queries=tuning.client_free_queries)
+    max_bytes = int(tuning.replay_share * free_memory())
     buffers = SampleBuffers(
         {"head": tuning.head_queries, "full": tuning.full_queries},
-        replay_texts=tuning.replay_texts,
+        ReplayBuffer(max_bytes, client_share=tuning.client_share),
         update_samples=tuning.full_steps * tuning.step_texts,
-        rng=random.Random(tuning.seed + 2),
     )
     validation = ValidationSet(
         share=tuning.validation_share,

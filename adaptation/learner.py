@@ -13,6 +13,7 @@ Every decision is an event with its reason. All calls come from one thread, whic
 
 from collections.abc import Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from pydantic import JsonValue
@@ -33,6 +34,7 @@ from adaptation.policy import Bandit, policy_of
 from adaptation.process import Training, training_process
 from adaptation.publisher import Publisher
 from adaptation.records import AdaptationStatus, Emit, EventLog, TrainingLost
+from adaptation.replay_buffer import ReplayFile
 from adaptation.timing import IdleTime, Pauses, Pieces, TrainingTime
 from adaptation.trainer import OnlineTrainer, UpdateReport, rules_of
 from adaptation.weights import DrafterWeights, ServedDrafter, Version, copies_of
@@ -74,7 +76,7 @@ class Learner:
         collects = self._bootstrap.collects and not self.paused
         filtered = self._feedback.take(feedback, learning=not self.paused, updating=not self._bootstrap.collects)
         if collects and filtered.text is not None and not filtered.validates:
-            self._bootstrap.waiting.append(filtered.text.example)
+            self._feedback.buffers.for_sums.append(filtered.text)
         if filtered.changed:
             self._publisher.traffic_changed()
             self.log.add("changed", "other_words")
@@ -96,6 +98,7 @@ class Learner:
     def work(self) -> bool:
         """Do the next piece of an update, an optimizer step or a replay, and begin an update if one is due. Returns
         whether a piece was done."""
+        self._keep_texts()
         job = (self._job or self._due()) if self.waits or self.training.time.may_compute else None
         if job is None:
             return False
@@ -108,21 +111,22 @@ class Learner:
     def _due(self) -> Pieces[None] | None:
         """Return the due work in pieces: a first drafter, an arm's update, or a rehearsal in idle time. Returns None if
         none is due."""
-        if not self.paused and self._bootstrap.collects and self._bootstrap.waiting:
+        if not self.paused and self._bootstrap.collects and self._feedback.buffers.for_sums:
             return self._collect()
         if self.paused or self.weights.pending or not self._feedback.validation.suffices:
             return None
         if self._bootstrap.due:
             return self._solve()
         lesson = self._feedback.due()
-        may_rehearse = not self._bootstrap.collects and self.training.time.is_idle
-        if lesson is None and may_rehearse and self._idle.may_begin(self._feedback.buffers.num_remembered):
-            lesson = self._feedback.rehearsal()
+        if lesson is None and self._bootstrap.trains and self.training.time.is_idle:
+            replay, pass_updates = self._feedback.buffers.replay, self._feedback.buffers.updates_of_pass
+            if self._idle.may_begin(replay.num_added, num_kept=len(replay), pass_updates=pass_updates):
+                lesson = self._feedback.rehearsal()
         return None if lesson is None else self._update(lesson)
 
     def _collect(self) -> Pieces[None]:
         """Add the oldest waiting text to the sums."""
-        self._bootstrap.add(self._bootstrap.waiting.popleft())
+        self._bootstrap.add(self._feedback.buffers.for_sums.popleft().example)
         if self.log.storing(self._bootstrap.keep):
             self.save(training=False)
         yield from ()
@@ -135,28 +139,40 @@ class Learner:
     def _update(self, lesson: Lesson) -> Pieces[None]:
         """Train on a lesson, judge the result, and publish it if it is better."""
         self._charge()  # seconds taken after this are the arm's cost
-        began, published = self.training.time.seconds, False
+        began, better = self.training.time.seconds, False
         try:
             report = yield from self.training.update(lesson.arm, lesson.samples)
-            if report.applied:
-                published = yield from self._conclude(report, lesson.signal)
+            self.training.num_unjudged += report.applied
+            is_due = lesson.signal is not None or self.training.num_unjudged >= self._updates_per_judgement
+            if report.applied and is_due:
+                better = yield from self._conclude(report, lesson.signal)
             else:
                 self._charge()
+                self._publisher.forget_gain()
+            if not report.applied:
                 if report.outcome != "nothing_to_learn":
-                    self._feedback.buffers.clear_replay()
+                    self._feedback.buffers.replay.drop_taken()
                 self.log.add("discarded", report.outcome, {"seconds": report.seconds})
         except GeneratorExit:
-            if lesson.signal is not None:
-                self._feedback.buffers.put_back()
+            self._feedback.buffers.put_back()
             self.log.add("discarded", "interrupted", {"seconds": self.training.time.seconds - began})
             raise
         if lesson.signal is None:
-            self._idle.ended(self.training.time.seconds - began, published=published)
+            self._idle.ended(self.training.time.seconds - began, better=better)
+
+    @property
+    def _updates_per_judgement(self) -> int:
+        """Updates in idle time until the judge is asked: twice as many after each refusal, so that a pass over many
+        texts is judged no more often than the gate's level allows, and a large gain is published at once."""
+        return min(
+            1 << self._publisher.num_refused,
+            1 + self._feedback.buffers.updates_of_pass // self._publisher.gate.judgements,
+        )
 
     def _conclude(self, report: UpdateReport, signal: float | None) -> Pieces[bool]:
         """Judge an update, publish it if it is better, and credit gain and cost to its arm. Returns whether it was
-        published."""
-        began = self.training.time.seconds
+        better."""
+        began, self.training.num_unjudged = self.training.time.seconds, 0
         decision = yield from self._publisher.judge()
         verdict = self._publisher.conclude(report, decision, seconds=self.training.time.seconds - began)
         if verdict.judgement is None or signal is None:
@@ -166,7 +182,7 @@ class Learner:
             self._policy.ended(report.arm, signal, verdict.judgement, seconds, published=verdict.published)
         if verdict.published:
             self.save(training=False)
-        return verdict.published
+        return verdict.better
 
     def _charge(self) -> None:
         """Charge the seconds taken from serving since the last call to the ledger, and to no arm."""
@@ -175,7 +191,7 @@ class Learner:
     def _roll_back(self, reason: str, numbers: Mapping[str, float]) -> Version:
         self.abandon()
         restored = self._publisher.roll_back(reason, numbers)
-        self._feedback.forget()
+        self._feedback.weights_replaced()
         self.save(training=False)
         return restored
 
@@ -198,8 +214,15 @@ class Learner:
         self.abandon()
         self.log.add("failed", error)
         self._charge()
-        self._feedback.buffers.clear_replay()
+        self._feedback.buffers.replay.drop_taken()
         self._publisher.start_over()
+
+    def forget(self, scope: str | None) -> None:
+        """Forget all texts of a scope, or of all scopes if it is None. What weights and sums have learnt stays."""
+        self.abandon()
+        self._feedback.forget(scope)
+        self._publisher.distance.forget(scope)
+        self._keep_texts(forgot=True)
 
     def pause(self, reason: str = "operator") -> None:
         """Stop learning until `resume`, in later processes too. The alarms stay on."""
@@ -224,7 +247,7 @@ class Learner:
         Raises NotStored."""
         self.abandon()
         version = self._publisher.adopt(weights, reason)
-        self._feedback.forget()
+        self._feedback.weights_replaced()
         self.save(training=False)
         return version
 
@@ -247,7 +270,18 @@ class Learner:
         is an event."""
         if training:
             self.abandon()
+            self._keep_texts(at_end=True)
         self._persistence.save(paused=self.paused, training=training)
+
+    def keep_texts_in(self, file: ReplayFile) -> None:
+        """Load the texts in a file, and keep the replay buffer there. Raises ValueError for a file that is not this
+        server's."""
+        replay = self._feedback.buffers.replay
+        replay.restore(file.read())
+        replay.file = file
+
+    def _keep_texts(self, *, forgot: bool = False, at_end: bool = False) -> None:
+        self.log.storing(partial(self._feedback.buffers.replay.keep, forgot=forgot, at_end=at_end))
 
     def restore(self) -> None:
         """Load what an earlier process saved; called once, before the engine's first step."""
@@ -334,7 +368,7 @@ def build_learner(
     if bootstrap.makes:
         parts |= {"bootstrap": bootstrap, "tokens": bootstrap.counts}
     persistence = Persistence(checkpoint, weights, trainer, parts, log)
-    idle = IdleTime(share=config.idle_share if serves else 0.0, max_failures=tuning.kept_refusals)
+    idle = IdleTime(share=config.idle_share if serves else 0.0, least_failures=tuning.kept_refusals)
     return Learner(feedback, training, publisher, bootstrap, persistence, idle=idle)
 
 

@@ -218,6 +218,7 @@ class Training:
         self.pace = Pace()
         time.disturbs = process is None
         self.num_updates: Counter[Arm] = Counter()
+        self.num_unjudged = 0  # updates since the training copy was judged
 
     @property
     def waits(self) -> bool:

@@ -26,6 +26,7 @@ from adaptation.timing import Pieces, completed
 from adaptation.trainer import UpdateReport
 from adaptation.weights import ANCHOR, DrafterWeights, Version
 from drafters.feedback import Query
+from drafters.network.checkpoint import weights_of
 
 _NO_GAIN = (0.0, 0.0)  # gain and standard error of a training copy that equals the served weights
 
@@ -67,6 +68,7 @@ class Gate:
         one copy."""
         assert min_texts >= 2, "one text has no standard error"
         self.min_texts = min_texts
+        self.judgements = judgements  # tests of one training copy before it starts over
         self._level = alpha / judgements
 
     def decide(self, candidate: Sequence[float], serving: Sequence[float], anchor: Sequence[float]) -> GateDecision:
@@ -140,6 +142,7 @@ class Verdict:
 
     published: bool
     judgement: Judgement | None  # None: the training copy's gain is unknown, now or before the update
+    better: bool = False  # whether it was published, or is the best copy so far while nothing serves
 
 
 class Publisher:
@@ -158,8 +161,7 @@ class Publisher:
         log: EventLog,
         tuning: Tuning,
     ) -> None:
-        judgements = tuning.kept_refusals + 1  # tests of one training copy before it starts over
-        self.gate = Gate(min_texts=tuning.gate_texts, alpha=tuning.gate_alpha, judgements=judgements)
+        self.gate = Gate(min_texts=tuning.gate_texts, alpha=tuning.gate_alpha, judgements=tuning.kept_refusals + 1)
         self.monitor = RollbackMonitor(tuning)
         self.evaluator = evaluator
         self.distance = distance
@@ -168,8 +170,8 @@ class Publisher:
         self._weights: DrafterWeights = bootstrap.weights
         self._validation = validation
         self._training = training
-        self._max_refusals = tuning.kept_refusals  # refusals in a row before the training copy starts over
-        self._num_refused = 0
+        self.num_refused = 0  # since the training copy started over or was published
+        self._best_gain = -math.inf  # of a training copy while nothing serves
         self._gained: tuple[float, float] | None = _NO_GAIN  # gain of the training copy, standard error; None: unknown
 
     def judge(self) -> Pieces[GateDecision]:
@@ -182,19 +184,36 @@ class Publisher:
         judgement, published = self._judgement(decision), self._publish(decision)
         numbers = {**_numbers(report, decision), "judging_seconds": seconds}
         if published:
+            if self._bootstrap.collects:
+                self.log.storing(lambda: self._bootstrap.outgrown(weights_of(self._weights.training)))
+                self._anchor_changed()
             self._training.pace.published(report.arm)
             self.log.add("published", decision.reason, {**numbers, "gain": decision.gain / decision.serving_mean})
-            return Verdict(published, judgement)
+            return Verdict(published, judgement, better=True)
         reason = "not_stored" if decision.publish else decision.reason
         self.log.add("refused", reason, numbers)
         if reason != "too_little_evidence":
-            self._num_refused += 1
+            self.num_refused += 1
             is_clearly_worse = not decision.gain >= -decision.standard_error
-            if is_clearly_worse:
+            ends = self.num_refused >= self.gate.judgements
+            if is_clearly_worse and (ends or not self._bootstrap.serves_nothing):  # a solution has far to go
                 self._training.pace.clearly_worse(report.arm)
-            if is_clearly_worse or self._num_refused > self._max_refusals:
+                ends = True
+            better = self._improved(decision)
+            if ends:
                 self.start_over()
+            return Verdict(published, judgement, better)
         return Verdict(published, judgement)
+
+    def _improved(self, decision: GateDecision) -> bool:
+        """Whether nothing serves and the training copy comes closer to what serves instead, the memory alone, than any
+        before it. Then training starts over from this copy."""
+        if not (self._bootstrap.serves_nothing and decision.gain > self._best_gain):
+            return False
+        self._best_gain = decision.gain
+        self.log.storing(lambda: self._bootstrap.outgrown(weights_of(self._weights.training)))
+        self._anchor_changed()
+        return True
 
     def solve(self) -> Pieces[None]:
         """Solve for a drafter, and publish it if it is better than what serves: the memory drafter alone, or an earlier
@@ -208,7 +227,7 @@ class Publisher:
         self.log.add("solved", "enough_positions", dict(numbers))
         decision = yield from self.judge()
         numbers["judging_seconds"] = time.seconds - began
-        published = self._publish(decision)
+        published, self._best_gain = self._publish(decision), decision.gain
         self.log.storing(lambda: bootstrap.judged(solution, published=published))
         self._training.pace.traffic_changed()  # a solution has to learn the texts at the full rate, as after a change
         self._anchor_changed()
@@ -271,7 +290,7 @@ class Publisher:
 
     def start_over(self) -> None:
         """Reset the training copy to the served weights."""
-        self._num_refused, self._gained = 0, _NO_GAIN
+        self.num_refused, self._gained = 0, _NO_GAIN
         self._training.trainer.load(self._bootstrap.training_start())
 
     def forget_gain(self) -> None:
@@ -302,7 +321,7 @@ class Publisher:
         except NotStored:
             return False
         self.evaluator.published()
-        self._num_refused, self._gained = 0, _NO_GAIN
+        self.num_refused, self._gained = 0, _NO_GAIN
         self.monitor.weights_changed()
         self.monitor.predicted_gain += decision.gain / decision.serving_mean
         return True
@@ -328,7 +347,7 @@ class Publisher:
 
     def _anchor_changed(self) -> None:
         self.evaluator.anchor_changed()
-        self.distance.forget()
+        self.distance.anchor_changed()
 
 
 def _numbers(report: UpdateReport, decision: GateDecision) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""Training samples of finished queries, the quota of each client, buffers, and the validation set.
+"""Training samples of finished queries, the quota of each client, queues of samples, and the validation set.
 
     s = sum over rejected positions of (1 - r),   r = the drafter's probability of the target's token   (section 3.4)
 
@@ -18,6 +18,7 @@ import torch
 
 from adaptation.policy import ARMS, Arm
 from adaptation.records import QuotaReason
+from adaptation.replay_buffer import ReplayBuffer
 from drafters.feedback import DraftLabels, QueryFeedback
 from drafters.protocol import Noise
 from drafters.training.corpus import Example, RecordedMemory
@@ -33,6 +34,7 @@ _ACCEPTED_PER_REJECTED = 3  # accepted labels per rejected one: the rank head ha
 _LEAST_PROMPT = 2  # least prompt positions: the first label needs a position with features and a token before it
 _LEAST_ANSWER = 4  # least labelled tokens: fewer cannot score a drafter
 _MISSED_MEMORY = 512  # rejected positions in the running mean of 1 - r
+_WAITING_FOR_SUMS = 256  # texts from which a drafter is yet to be made
 _MAX_POSITIONS = 4096  # rejected positions in all buffers
 _HURRIED_SHARE = 0.5  # minimum share of queries held out while the validation set is not full
 
@@ -151,6 +153,21 @@ class TrainingSample:
     draft_labels: DraftLabels
     example: Example | None  # None: too little text for a full update
     noise: Noise  # sampling noise at the position of each label, which counts as depth 1 of a tree
+    scope: str = ""  # namespace of the past answers that it belongs to
+
+
+_NOTHING = torch.empty(0)
+
+
+def replayed_sample(example: Example) -> TrainingSample:
+    """Build a sample of a text alone, for full updates."""
+    return TrainingSample(
+        signal=0.0,
+        num_rejected=0,
+        draft_labels=DraftLabels(*(_NOTHING for _ in DraftLabels.__slots__)),
+        example=example,
+        noise=Noise.of_text(0, 0.0, _NOTHING.long()),
+    )
 
 
 class UndraftedSignal:
@@ -181,7 +198,7 @@ def training_sample(feedback: QueryFeedback, *, most_rejected: int) -> TrainingS
     labels, query = _newest(feedback.draft_labels, most_rejected), feedback.query
     signal = float((1.0 - labels.chances[labels.rejected].double()).sum())
     noise = Noise.of_text(query.seed, query.temperature, query.offset + labels.positions - 1)
-    return TrainingSample(signal, labels.num_rejected, labels, example_of(feedback), noise)
+    return TrainingSample(signal, labels.num_rejected, labels, example_of(feedback), noise, query.scope)
 
 
 def example_of(feedback: QueryFeedback) -> Example | None:
@@ -220,28 +237,26 @@ def _newest(labels: DraftLabels, most_rejected: int) -> DraftLabels:
 class SampleBuffers:
     """Holds one bounded queue of samples per arm, and the replay buffer. Samples dropped from a queue are counted.
 
-    Full updates also train on random samples of the replay buffer, which holds the latest samples of all arms, so that
-    they do not overfit to a few texts.
+    Full updates also train on the next texts of the replay buffer's pass, so that they do not overfit to a few texts.
     """
 
     def __init__(
         self,
         max_samples: Mapping[Arm, int],
+        replay: ReplayBuffer,
         *,
-        replay_texts: int,
         update_samples: int,
-        rng: random.Random,
         max_positions: int = _MAX_POSITIONS,
     ) -> None:
-        """`update_samples`: samples per full update; `rng`: draws samples from the replay buffer."""
-        self.num_dropped = self.num_remembered = 0
+        """`update_samples`: samples per full update."""
+        self.num_dropped = 0
+        self.replay = replay
         self._max_samples = max_samples
         self._max_positions = max_positions
+        self.for_sums: deque[ValidationText] = deque(maxlen=_WAITING_FOR_SUMS)
         self._waiting: deque[tuple[Arm, TrainingSample]] = deque()
         self._taken: list[tuple[Arm, TrainingSample]] = []
-        self._replay: deque[TrainingSample] = deque(maxlen=replay_texts)
         self._update_samples = update_samples
-        self._rng = rng
 
     @property
     def positions(self) -> int:
@@ -258,10 +273,10 @@ class SampleBuffers:
         """Queued samples by arm."""
         return {arm: len(signals) for arm, signals in self.signals.items()}
 
-    def remember(self, sample: TrainingSample) -> None:
-        """Add a sample to the replay buffer."""
-        self.num_remembered += 1
-        self._replay.append(sample)
+    @property
+    def updates_of_pass(self) -> int:
+        """Number of full updates that train on every text of the replay buffer once."""
+        return -(-len(self.replay) // self._update_samples)
 
     def add(self, arm: Arm, sample: TrainingSample) -> None:
         """Queue a sample, without its text if it is for the head update. If a queue is full, the oldest sample is
@@ -278,31 +293,39 @@ class SampleBuffers:
         self._taken = [entry for entry in self._waiting if entry[0] == arm]
         self._waiting = deque(entry for entry in self._waiting if entry[0] != arm)
         taken = [sample for _, sample in self._taken]
-        return taken if arm == "head" else self.rehearsal(exclude=taken) + taken
+        return taken if arm == "head" else self._replayed(taken) + taken
 
     def put_back(self) -> None:
-        """Return the samples of the last `take` to the front of the queue: their update was interrupted."""
+        """Return the samples of the last `take` or `rehearsal`, to the front of their queue: their update was
+        interrupted."""
         self._waiting.extendleft(reversed(self._taken))
         self._taken = []
+        self.replay.put_back()
 
-    def rehearsal(self, *, exclude: Sequence[TrainingSample] = ()) -> list[TrainingSample]:
-        """Draw from the replay buffer as many samples as an update has room for next to `exclude`."""
-        known = [sample for sample in self._replay if not any(sample is new for new in exclude)]
-        room = max(0, self._update_samples - len(exclude))
-        return self._rng.sample(known, min(room, len(known)))
+    def rehearsal(self) -> list[TrainingSample]:
+        """Take the next texts of the replay buffer for an update in idle time."""
+        self._taken = []
+        return self._replayed(())
+
+    def _replayed(self, new: Sequence[TrainingSample]) -> list[TrainingSample]:
+        """Take as many texts of the replay buffer as an update has room for next to the `new` samples."""
+        texts = [sample.example for sample in new if sample.example is not None]
+        return [replayed_sample(example) for example in self.replay.take(self._update_samples, new=texts)]
+
+    def forget(self, scope: str | None) -> None:
+        """Drop all that belongs to a scope, or everything if it is None."""
+        self._taken = []
+        self._waiting = deque(entry for entry in self._waiting if scope not in (None, entry[1].scope))
+        self.for_sums = without(scope, self.for_sums)
+        self.replay.forget(scope)
 
     def _drop(self, index: int) -> None:
         del self._waiting[index]
         self.num_dropped += 1
 
-    def clear_replay(self) -> None:
-        """Empty the replay buffer, because the traffic changed or a sample broke an update."""
-        self._replay.clear()
-
-    def clear(self) -> None:
-        """Drop all samples, because their drafter is no longer served."""
+    def clear_queues(self) -> None:
+        """Drop the queued samples, because their drafter is no longer served. Texts stay: they are the target's."""
         self._waiting.clear()
-        self._replay.clear()
 
 
 @dataclass(frozen=True, slots=True)
@@ -311,6 +334,12 @@ class ValidationText:
 
     number: int
     example: Example
+    scope: str = ""
+
+
+def without(scope: str | None, texts: "deque[ValidationText]") -> "deque[ValidationText]":
+    """Return a copy without the texts of a scope, or of all scopes if it is None."""
+    return deque((text for text in texts if scope not in (None, text.scope)), texts.maxlen)
 
 
 class ValidationSet:
@@ -356,11 +385,15 @@ class ValidationSet:
         """Draw at random whether the next query is held for validation."""
         return self._rng.random() < (self._share if self.is_full else max(self._share, _HURRIED_SHARE))
 
-    def number(self, example: Example) -> ValidationText:
+    def number(self, example: Example, scope: str) -> ValidationText:
         """Give a text its number, without adding it to the set."""
         self._number += 1
-        return ValidationText(self._number, example)
+        return ValidationText(self._number, example, scope)
 
     def keep(self, text: ValidationText) -> None:
         """Add a text to the set."""
         self._texts.append(text)
+
+    def forget(self, scope: str | None) -> None:
+        """Drop the texts of a scope, or all texts if it is None."""
+        self._texts = without(scope, self._texts)

@@ -29,6 +29,7 @@ def completed(pieces: Pieces[Result]) -> Result:
 _PRIOR_DELAY, _DELAY_NOISE = 0.3, 0.5  # prior relative delay of a step during training (on two cores), noise of samples
 _LEAST_DELAY = 0.05  # least relative delay: caches and memory are shared at any priority, and noise hides a smaller one
 _MEMORY_STEPS = 128  # window of a mean step time
+_NEW_SHARE = 1 / 16  # of the replay buffer: fewer new texts hardly change what a pass in vain has learnt
 _BETWEEN_STEPS_SECONDS = 0.05  # serving counts as busy for this long after a step: longer than the gap before the next
 _LEAST_IDLE = 0.05  # least share of idle time that counts as pauses: less is the clients' own delay
 _REMEMBERED_SECONDS = 86_400.0  # over which that share is taken: what was recorded by day trains at night
@@ -164,25 +165,27 @@ class TrainingTime:
 
 
 class IdleTime:
-    """Limits updates in idle time to a share of that time. After several updates that published nothing, it allows no
-    more until new texts arrive."""
+    """Limits updates in idle time to a share of that time. After a pass over the replay buffer that led to nothing, it
+    allows no more until new texts worth a share of the buffer have come."""
 
-    def __init__(self, *, share: float, max_failures: int, clock: Callable[[], float] = time.monotonic) -> None:
-        """`share`: 0 to 1; `max_failures`: completed updates in a row that published nothing."""
+    def __init__(self, *, share: float, least_failures: int, clock: Callable[[], float] = time.monotonic) -> None:
+        """`share`: 0 to 1; `least_failures`: completed updates in a row that were no better, at least."""
         self._share = share
-        self._max_failures = max_failures
+        self._least_failures = least_failures
         self._clock = clock
         self._rests_until = 0.0
         self._num_failures = 0
-        self._num_texts = 0  # texts observed at the last call of `may_begin`
+        self._num_added = 0  # texts added when the failures were last counted from 0
 
-    def may_begin(self, num_texts: int) -> bool:
-        """Whether another update may begin. `num_texts`: texts observed since start."""
-        if num_texts != self._num_texts:
-            self._num_texts, self._num_failures = num_texts, 0
-        return self._share > 0 and self._clock() >= self._rests_until and self._num_failures < self._max_failures
+    def may_begin(self, num_added: int, *, num_kept: int, pass_updates: int) -> bool:
+        """Whether another update may begin. `num_added`: texts added to the buffer since start; `num_kept`: texts in
+        it; `pass_updates`: updates that train on each of them once."""
+        if num_added - self._num_added >= max(1.0, _NEW_SHARE * num_kept):
+            self._num_added, self._num_failures = num_added, 0
+        has_time = self._share > 0 and self._clock() >= self._rests_until
+        return has_time and self._num_failures < max(self._least_failures, pass_updates)
 
-    def ended(self, seconds: float, *, published: bool) -> None:
-        """Record the end of an update that took `seconds`."""
+    def ended(self, seconds: float, *, better: bool) -> None:
+        """Record the end of an update that took `seconds`; `better`: the judge found that it led to something."""
         self._rests_until = self._clock() + seconds * (1.0 / self._share - 1.0)
-        self._num_failures = 0 if published else self._num_failures + 1
+        self._num_failures = 0 if better else self._num_failures + 1

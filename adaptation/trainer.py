@@ -19,6 +19,7 @@ from adaptation.config import AdaptationConfig, Tuning
 from adaptation.evaluator import Rows, TextDivergence
 from adaptation.policy import Arm
 from adaptation.records import Outcome
+from adaptation.replay_buffer import PROMPT
 from adaptation.samples import TrainingSample
 from adaptation.timing import Pieces
 from adaptation.weights import ServedDrafter
@@ -32,7 +33,6 @@ from drafters.training.fit import clipped_gradients
 from drafters.training.objective import Objective, ObjectiveSettings
 from drafters.training.output_layers import OUTPUT_LAYERS, head_loss
 
-_PROMPT = 16  # prompt tokens kept: all 35 of German texts make an update an eighth dearer, and teach nothing more
 _ANCHORS = 4  # blocks per text for the distance to the anchor
 _HEAD_ROWS = 512  # draft labels per head update, as many as four to eight queries have
 _RANK_ROWS = 128  # entries per step that train the rank head; sampling noise for one costs as much as its products
@@ -268,7 +268,7 @@ class OnlineTrainer:
 
     def _full_steps(self, examples: list[Example]) -> list[Callable[[], _Terms]]:
         """Plan passes through the texts, in random order, until there are enough steps."""
-        examples = [example.within(example.length - example.prompt + _PROMPT) for example in examples]
+        examples = [example.within(example.length - example.prompt + PROMPT) for example in examples]
         steps: list[Callable[[], _Terms]] = []
         while len(steps) < self._tuning.full_steps:
             *first, last = self._dealt(examples)[: self._tuning.full_steps - len(steps)]

@@ -52,6 +52,9 @@ class Loop(Protocol):
     def recover(self, error: str) -> None:
         """Restore a consistent state after an exception in any call."""
 
+    def forget(self, scope: str | None) -> None:
+        """Forget all texts of a scope, or of all scopes if it is None."""
+
     def save(self, *, training: bool) -> None:
         """Store the state; `training`: also the training copy."""
 
@@ -94,6 +97,11 @@ class Inbox:
             if not (any(waiting) or self.stopping):
                 self._ready.wait(timeout_seconds)
             return next((queue.popleft() for queue in waiting if queue), None)
+
+    def forget(self, scope: str | None) -> None:
+        """Drop the waiting queries of a scope, or all if it is None."""
+        with self._ready:
+            self.queries = deque(one for one in self.queries if scope not in (None, one.query.scope))
 
     def stop(self) -> None:
         """Ask the thread to end."""
@@ -160,6 +168,12 @@ class Worker:
         answer = self.inbox.put_command(command)
         self._revive()
         return answer
+
+    def forget(self, scope: str | None) -> None:
+        """Forget the texts of a scope, or of all scopes, before the next query or piece. Called by the engine thread
+        when no query of the scope that is recorded still runs."""
+        self.inbox.forget(scope)
+        self.ask(partial(self.loop.forget, scope))
 
     def stop(self, timeout_seconds: float = 5.0) -> bool:
         """End the thread after the piece under way. Returns whether it ended in time."""

@@ -33,6 +33,7 @@ class Query:
     seconds: float  # its share of the seconds of its decoding steps, prompts excluded; all queries sum to decoding time
     offset: int = 0  # absolute position of the first of `tokens`, if earlier ones are left out
     drafted_nodes: int = 0  # verified nodes in all its steps
+    scope: str = ""  # namespace of the past answers that it belongs to
 
     @property
     def answer(self) -> Sequence[int]:

@@ -1,14 +1,21 @@
 """Writes files and folders atomically, so that a crash leaves either the old or the new one, and locks files."""
 
+import hashlib
+import hmac
+import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
 UNFINISHED = ".unfinished-"
 """Prefix of the temporary names under which files and folders are written."""
+
+_HASH_BYTES = 32
+_LONGEST_LINE = 1 << 16  # bytes
+_PIECE = 1 << 20  # bytes that are read at a time
 
 
 @contextmanager
@@ -43,6 +50,49 @@ def create_private(path: Path) -> BinaryIO:
     """Create a file that only the user of this process can read, and open it for writing. Raises OSError, also if the
     file exists."""
     return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb")
+
+
+class KeyedFile:
+    """A file that begins with a line of JSON and ends with a keyed hash of everything before it."""
+
+    def __init__(self, path: Path, key: bytes, header: Mapping[str, object], *, kind: str) -> None:
+        """`header`: what a file of another server differs in; `kind`: of its content, for messages."""
+        self.path = path
+        self.header = header
+        self._key, self._kind = key, kind
+
+    @property
+    def first_line(self) -> bytes:
+        """The header as it is written."""
+        return json.dumps(self.header).encode() + b"\n"
+
+    def hash(self) -> "hashlib.blake2b":
+        """Return the hash of nothing yet."""
+        return hashlib.blake2b(key=self._key, digest_size=_HASH_BYTES)
+
+    def check(self, file: BinaryIO) -> int:
+        """Verify header and hash of a file, and seek to its content. Returns the byte offset at which the content ends.
+        Raises ValueError."""
+        end = file.seek(0, os.SEEK_END) - _HASH_BYTES
+        file.seek(0)
+        first = file.readline(_LONGEST_LINE)
+        try:
+            header = json.loads(first)
+        except (ValueError, RecursionError):
+            header = None
+        if not isinstance(header, dict) or "format" not in header:
+            raise ValueError(f"it is not a file of {self._kind}")
+        if others := [name for name, value in self.header.items() if header.get(name) != value]:
+            raise ValueError(f"it was written with another {', '.join(others)}")
+        mac, left = self.hash(), end - len(first)
+        mac.update(first)
+        while left > 0 and (data := file.read(min(left, _PIECE))):
+            mac.update(data)
+            left -= len(data)
+        if not hmac.compare_digest(mac.digest(), file.read()):
+            raise ValueError("it is damaged, or was written with another key")
+        file.seek(len(first))
+        return end
 
 
 def lock(path: Path, *, waits: bool = False) -> int:

@@ -34,12 +34,12 @@ from service.engine.requests import GenerationRequest, SamplingParams, Scope
 from service.engine.stats import LoadStats
 from service.engine.thread import EngineThread, Observe
 from service.errors import RequestError
-from service.learning.adaptive import Adaptive, build_adaptive, learning_folder, log_event
+from service.learning.adaptive import Adaptive, build_adaptive, learning_folder, log_event, naming_secret
 from service.observability.guard import Part
 from service.observability.live import Live
 from service.observability.metric_tables import ServerStatus
 from service.observability.metrics import Metrics
-from service.past.file import AnswersFile, MemoryFile, key_beside
+from service.past.file import AnswersFile, MemoryFile
 from service.past.sharing import AnswerStream, SharedAnswers
 from service.runtime import ModelCard, Runtime, ServedModel
 from service.text.prompts import read_prompt_set, refuse_too_long
@@ -287,15 +287,6 @@ def api_settings(config: ServiceConfig) -> ApiSettings:
         control_in_prompts=config.raw_prompts == "special",
         naming_key=naming_key(naming_secret(config)),
     )
-
-
-def naming_secret(config: ServiceConfig) -> bytes | None:
-    """Return the secret that keeps the hashes of scopes the same across restarts and replicas, or None. Raises
-    StartupError."""
-    shared, file = config.adaptation.redis_secret, config.memory_file
-    if shared is not None:
-        return shared.get_secret_value().encode()
-    return None if file is None else key_beside(file)
 
 
 async def answer_bootstrap_prompts(runtime: Runtime) -> None:

@@ -48,6 +48,10 @@ class LocalOnly:
         """Hand a finished query to the learner."""
         self._worker.offer(feedback)
 
+    def forget(self, scope: str | None) -> None:
+        """Forget the texts of a scope, or of all scopes."""
+        self._worker.forget(scope)
+
     def status(self) -> ReplicaStatus:
         """Return the status of a replica without a store."""
         return ReplicaStatus()
@@ -83,6 +87,11 @@ class Exchange:
     def offer(self, feedback: QueryFeedback) -> None:
         """Pass a finished query to the learner, or to the leader. Called by the engine thread; never waits."""
         (self._sender if self.role == "following" else self._replica.worker).offer(feedback)
+
+    def forget(self, scope: str | None) -> None:
+        """Forget the texts of a scope, or of all scopes, that this process still has. Called by the engine thread."""
+        self._sender.forget(scope)
+        self._replica.worker.forget(scope)
 
     def status(self) -> ReplicaStatus:
         """Return the status of this replica. Called from any thread."""

@@ -9,6 +9,7 @@ import logging
 import time
 from collections import Counter, deque
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -250,6 +251,15 @@ class QuerySender:
         if len(self._waiting) == self._waiting.maxlen:
             self._counts["queue_full"] += 1
         self._waiting.append(feedback)
+
+    def forget(self, scope: str | None) -> None:
+        """Drop the queued queries of a scope, or all; one whose sending has begun is the leader's. Called by the
+        engine's thread."""
+        for _ in range(len(self._waiting)):
+            with suppress(IndexError):  # the rest was sent meanwhile
+                feedback = self._waiting.popleft()
+                if scope not in (None, feedback.query.scope):
+                    self._waiting.append(feedback)
 
     def send(self) -> None:
         """Send up to 8 queued queries. Raises StoreLost, and then the next call sends the failed one again."""

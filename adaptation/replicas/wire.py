@@ -41,7 +41,7 @@ Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
 Seconds = Annotated[float, Field(ge=0)]
 _BETWEEN = b"\n"
 _NO_VERSION = -1
-_AS_THEY_ARE = ("client", "temperature", "seed", "plain_steps", "drafted_nodes", "seconds")
+_AS_THEY_ARE = ("client", "scope", "temperature", "seed", "plain_steps", "drafted_nodes", "seconds")
 """Fields of a query that are copied into the header."""
 
 
@@ -157,6 +157,7 @@ class QueryHeader:
     seconds: Seconds
     prompt: NonNegativeInt
     drafted_nodes: NonNegativeInt = 0  # not sent by replicas of 0.3.0, nor is what a memory knew
+    scope: Annotated[str, Field(max_length=200)] = ""  # not sent by replicas of 0.3.0
 
 
 _VERSION = TypeAdapter(VersionRecord)

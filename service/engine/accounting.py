@@ -81,6 +81,10 @@ class LearningHooks(Protocol):
         """Record a finished query; the recorder keeps the data of the query's row until the next step."""
         ...
 
+    def forgot(self, scope: str | None) -> None:
+        """Forget what was recorded of a scope, or of all scopes if it is None."""
+        ...
+
 
 class StepAccounting:
     """Bookkeeping of an engine's steps: costs of queries, accepted tokens by source, the ledger's time, learning."""
@@ -100,6 +104,11 @@ class StepAccounting:
         """Whether the next step may have drafts. It may not while losses cannot be entered in the ledger, because a
         part of the bookkeeping is off or has just failed."""
         return not (self._num_plain or self.guard.is_off("end_step") or self.guard.is_off("learn"))
+
+    def forgot(self, scope: str | None) -> None:
+        """Let learning forget a scope, or all scopes if it is None."""
+        if self._learning is not None:
+            self._learning.forgot(scope)
 
     def start_step(self) -> StepClock:
         """Let learning replace the drafter's weights, then start the step's clock."""
@@ -222,6 +231,7 @@ def query_of(sequence: Sequence, row: int) -> Query:
         tokens=sequence.tokens,
         num_prompt=sequence.num_prompt,
         client=sequence.client,
+        scope=sequence.request.scope.cache_namespace,
         store=sequence.request.store,
         temperature=sequence.sampling.params.temperature,
         seed=sequence.sampling.params.seed,

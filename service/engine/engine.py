@@ -208,6 +208,11 @@ class Engine:
             return self._recover(batch, mark, error, drafts=drafts), None
         return self._commit_and_emit(batch, result, clock)
 
+    def forget(self, scope: str | None) -> None:
+        """Forget the past answers of this scope, or of all scopes, in the drafter and in what is learnt from."""
+        self.drafter.forget(scope)
+        self._accounting.forgot(scope)
+
     def _claim_slots(self) -> None:
         """Forget cached prefixes if another engine has written to these slots since the last step."""
         if self.target.pool.use(self, self.slots.owned):

@@ -84,7 +84,7 @@ class EngineThread:
 
     def forget(self, scope: str | None = None) -> None:
         """Forget the past answers of this scope, or of all scopes, before the next step."""
-        self._inbox.put(lambda engine: engine.drafter.forget(scope))
+        self._inbox.put(lambda engine: engine.forget(scope))
 
     def between_steps(self, call: Callable[[], _Result], unless: threading.Event) -> _Result:
         """Run `call` in the engine's thread before the next step, and return its result. Raises the exceptions of

@@ -1,6 +1,7 @@
 """Assembles a server that learns (engine, drafter, learner and its thread), or a trainer for other replicas."""
 
 import hashlib
+import hmac
 import logging
 import signal
 import threading
@@ -20,6 +21,7 @@ from adaptation.learner import Learner, build_learner
 from adaptation.persistence import owned
 from adaptation.policy import Bandit
 from adaptation.records import AdaptationStatus, Emit, Event, EventKind
+from adaptation.replay_buffer import ReplayFile
 from adaptation.replicas.exchange import Replicas, join_replicas
 from adaptation.timing import TrainingTime
 from adaptation.weights import ANCHOR, DrafterWeights, ServedDrafter, in_place
@@ -27,6 +29,7 @@ from adaptation.worker import Worker
 from drafters import folders as published
 from drafters.decision import RegretLedger
 from drafters.feedback import Query
+from drafters.files import lock
 from drafters.network import checkpoint
 from drafters.network.checkpoint import DrafterError, weights_of
 from drafters.network.model import DrafterConfig
@@ -44,6 +47,7 @@ from service.engine.weights import LoadedModel
 from service.errors import InvalidRequest, StartupError
 from service.learning.learnt import Origin
 from service.observability.guard import Guard
+from service.past.file import key_beside, key_path
 
 logger = logging.getLogger(__name__)
 
@@ -158,6 +162,7 @@ def build_adaptive(
     )
     with _refusing():
         learner = build_learner(config, drafter, folder=folder, emit=emit, tuning=tuning, policy=policy)
+        _keep_texts(learner, assembly.config, parts.identity, network.config)
         worker, replicas = join_replicas(
             config, learner, drafter, tuning, target_identity=assembly.loaded.parts.identity
         )
@@ -215,6 +220,7 @@ def build_trainer(config: ServiceConfig) -> tuple[Worker, Replicas]:
     folder = owned(folder.with_name(f"{folder.name}-trainer"))
     with _refusing():
         learner = build_learner(config.adaptation, drafter, folder=folder, emit=log_event, serves=False)
+        _keep_texts(learner, config, loaded.parts.identity, network.config)
         worker, replicas = join_replicas(
             config.adaptation, learner, drafter, Tuning(), target_identity=loaded.parts.identity
         )
@@ -299,6 +305,10 @@ class _EngineHooks:
     def ended(self, query: Query) -> None:
         self.replicas.offer(self.recorder.finish(query))
 
+    def forgot(self, scope: str | None) -> None:
+        self.recorder.forget()  # of running sequences, whose later tokens would come with the earlier ones
+        self.replicas.forget(scope)
+
 
 def _own_drafter(assembly: Assembly) -> LoadedDrafter:
     """Load a second copy of the drafter, whose weights learning replaces. Raises StartupError if it has no weights."""
@@ -309,6 +319,31 @@ def _own_drafter(assembly: Assembly) -> LoadedDrafter:
             "trained weights, or set adaptation.enabled to false"
         )
     return found
+
+
+def _keep_texts(learner: Learner, config: ServiceConfig, target: str, drafter: DrafterConfig) -> None:
+    """Keep the learner's texts in the file that the operator named, if any, locked until this process ends. Raises
+    StartupError, and ValueError for a file that is not this server's."""
+    path, names = config.adaptation.replay_file, naming_secret(config)
+    if path is None or names is None:
+        return
+    key = key_beside(path)
+    try:
+        lock(key_path(path))
+    except BlockingIOError as error:
+        raise ValueError(f"adaptation.replay_file: {path} is in use by another process") from error
+    shape = hashlib.sha256(drafter.as_json.encode()).hexdigest()
+    named = hmac.digest(key, names, "sha256").hex()
+    learner.keep_texts_in(ReplayFile(path, key, {"target": target, "drafter": shape, "names of clients": named}))
+
+
+def naming_secret(config: ServiceConfig) -> bytes | None:
+    """Return the secret that keeps the hashes of scopes the same across restarts and replicas, or None. Raises
+    StartupError."""
+    shared, file = config.adaptation.redis_secret, config.memory_file or config.adaptation.replay_file
+    if shared is not None:
+        return shared.get_secret_value().encode()
+    return None if file is None else key_beside(file)
 
 
 def _write_origin(

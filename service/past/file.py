@@ -5,7 +5,6 @@
 The key of this hash is in the file FILE.key. One process at a time owns a file; any other waits until it is released.
 """
 
-import hashlib
 import hmac
 import json
 import logging
@@ -24,7 +23,7 @@ import torch
 from torch import Tensor
 
 from adaptation.worker import lower_priority
-from drafters.files import create_private, lock, replacing
+from drafters.files import KeyedFile, create_private, lock, replacing
 from drafters.memory.drafter import MemoryDrafter
 from drafters.memory.past import ScopeAnswers
 from kernels.memory import FEATURES, WAYS, WEIGHT_SETS
@@ -36,7 +35,6 @@ logger = logging.getLogger(__name__)
 _Result = TypeVar("_Result")
 _FORMAT = 1
 _KEY_BYTES = 32
-_HASH_BYTES = 32
 _PIECE = 1 << 17  # 8-byte words copied at a time: one MiB, which the engine's thread copies within a tenth of a step
 _LONGEST_LINE = 1 << 16  # bytes
 _BYTES_PER_SECOND = 1 << 20
@@ -61,10 +59,10 @@ def key_beside(file: Path) -> bytes:
             _create_key(path)
         key = path.read_bytes()
     except OSError as error:
-        raise StartupError(f"memory_file: the key {path} cannot be read or created: {error}") from error
+        raise StartupError(f"the key {path} cannot be read or created: {error}") from error
     if len(key) != _KEY_BYTES:
         raise StartupError(
-            f"memory_file: {path} does not hold a key of {_KEY_BYTES} bytes; remove it and the file of past answers"
+            f"{path} does not hold a key of {_KEY_BYTES} bytes; remove it and the file that belongs to it"
         )
     return key
 
@@ -78,17 +76,16 @@ def _create_key(path: Path) -> None:
             os.fsync(file.fileno())
 
 
-class AnswersFile:
+class AnswersFile(KeyedFile):
     """Writes, verifies and reads a file of past answers; knows its format, but not when it is written."""
 
     def __init__(self, path: Path, drafter: MemoryDrafter, *, tokenizer: str, names: bytes) -> None:
         """`tokenizer`: hash of the vocabulary; `names`: key of the hash that replaces scopes. Raises StartupError."""
-        self.path = path
-        self._secret = key_beside(path)
-        self._drafter = drafter
-        named = hmac.digest(self._secret, names, "sha256").hex()
+        self._drafter, key = drafter, key_beside(path)
+        named = hmac.digest(key, names, "sha256").hex()
         sizes = [drafter.past.share_buckets, WAYS, *_WEIGHTS_SHAPE]
-        self._header = {"format": _FORMAT, "tokenizer": tokenizer, "sizes": sizes, "names": named}
+        header = {"format": _FORMAT, "tokenizer": tokenizer, "sizes": sizes, "names": named}
+        super().__init__(path, key, header, kind="past answers")
 
     def write(self, past: Iterable[ScopeAnswers], stopping: threading.Event | None = None) -> int:
         """Replace the file atomically; returns its size in bytes. A scope that is evicted or forgotten meanwhile is
@@ -99,13 +96,13 @@ class AnswersFile:
 
     def _put(self, file: BinaryIO, past: Iterable[ScopeAnswers], stopping: threading.Event | None) -> bytes:
         """Write everything but the keyed hash; returns the hash."""
-        mac = self._hash()
+        mac = self.hash()
 
         def put(data: bytes) -> None:
             file.write(data)
             mac.update(data)
 
-        put(_line(self._header))
+        put(self.first_line)
         for one in past:
             start, before = file.tell(), mac.copy()
             put(_line({"scope": one.scope}))
@@ -119,30 +116,6 @@ class AnswersFile:
                 mac = before
         return mac.digest()
 
-    def check(self, file: BinaryIO) -> int:
-        """Verify header and hash of a file, and seek to its first scope. Returns the byte offset at which the scopes
-        end. Raises ValueError."""
-        end = file.seek(0, os.SEEK_END) - _HASH_BYTES
-        file.seek(0)
-        first = file.readline(_LONGEST_LINE)
-        try:
-            header = json.loads(first)
-        except (ValueError, RecursionError):
-            header = None
-        if not isinstance(header, dict) or "format" not in header:
-            raise ValueError("it is not a file of past answers")
-        if others := [name for name, value in self._header.items() if header.get(name) != value]:
-            raise ValueError(f"it was written with another {', '.join(others)}")
-        mac, left = self._hash(), end - len(first)
-        mac.update(first)
-        while left > 0 and (data := file.read(min(left, 8 * _PIECE))):
-            mac.update(data)
-            left -= len(data)
-        if not hmac.compare_digest(mac.digest(), file.read()):
-            raise ValueError("it is damaged, or was written with another key")
-        file.seek(len(first))
-        return end
-
     def read_scope(self, file: BinaryIO) -> tuple[str, Tensor, Tensor, Iterator[tuple[int, Tensor]]]:
         """Read the next scope: its name, weights and squares [WEIGHT_SETS, FEATURES], and an iterator over its entries.
         The iterator yields the index of the first bucket and the buckets [buckets, WAYS]; exhaust it before the next
@@ -155,9 +128,6 @@ class AnswersFile:
         for start in range(0, self._drafter.past.share_buckets, _PIECE // WAYS):
             count = min(_PIECE // WAYS, self._drafter.past.share_buckets - start)
             yield start, _tensor(file, torch.int64, count * WAYS).view(count, WAYS)
-
-    def _hash(self) -> "hashlib.blake2b":
-        return hashlib.blake2b(key=self._secret, digest_size=_HASH_BYTES)
 
 
 class MemoryFile:

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from adaptation.feedback import FeedbackFilter, RecordingSampler, TrafficMonitor
+from adaptation.replay_buffer import ReplayBuffer
 from adaptation.samples import Quota, SampleBuffers, ValidationSet, training_sample
 from drafters.feedback import QueryFeedback
 from tests.adaptation.samples import feedback, undrafted
@@ -33,9 +34,8 @@ class Parts:
         assert policy is not None
         self.buffers = SampleBuffers(
             {"head": 100, "full": 100},
-            replay_texts=100,
+            ReplayBuffer(1 << 30, client_share=1.0),
             update_samples=update_samples,
-            rng=random.Random(0),
         )
         self.validation = ValidationSet(share=share, enough=4, max_texts=1000, rng=random.Random(0))
         self.policy = policy

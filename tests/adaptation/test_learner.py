@@ -17,7 +17,7 @@ from adaptation.trainer import UpdateReport
 from adaptation.worker import Worker
 from drafters.network.checkpoint import weights_of
 from tests.adaptation.drafts import same
-from tests.adaptation.samples import Bench, bench, drafter, feedback, full_bench, samples, vocabulary
+from tests.adaptation.samples import Bench, bench, drafter, feedback, full_bench, vocabulary
 from tests.adaptation.worlds import Clock
 
 DRAFTED = 5
@@ -137,7 +137,6 @@ def changed(tried: Bench, seeds: range) -> None:
 def test_other_traffic_judges_by_itself(tmp_path: Path) -> None:
     tried = full_bench(tmp_path)
     changed(tried, range(60))
-    assert not tried.buffers._replay
     assert len(tried.learner._feedback.validation.texts) >= 4
     assert not tried.update()
     serve_until(tried, range(100, 160), "published")
@@ -215,7 +214,10 @@ def test_an_idle_update_that_breaks_is_reported_and_not_tried_on_the_same_texts_
 ) -> None:
     tried = full_bench(tmp_path, full_queries=100, idle_share=1.0, kept_refusals=2)
     serve(tried, range(16), update=False)
-    tried.buffers._replay.extend(samples(4))
+    for seed in range(4):
+        text = example_of(feedback(seed))
+        assert text is not None
+        tried.buffers.replay.add(text, feedback(seed).query)
     for _ in range(3):
         assert tried.learner.work()
         tried.learner.abandon()
@@ -232,11 +234,11 @@ def test_an_idle_update_that_breaks_is_reported_and_not_tried_on_the_same_texts_
     for _ in range(5):
         tried.update()
     assert [event.reason for event in tried.events[3:]] == ["nothing_to_learn"] * 2
-    tried.buffers.num_remembered += 1
+    tried.buffers.replay.num_added += 5
     ends("loss_not_finite")
     tried.update()
     assert tried.events[-1].reason == "loss_not_finite"
-    assert not tried.buffers._replay
+    assert not tried.buffers.replay
 
 
 @pytest.mark.parametrize("stage", ["_update", "_conclude"])
@@ -254,7 +256,7 @@ def test_what_breaks_is_forgotten(tmp_path: Path, stage: str, monkeypatch: pytes
     tried.learner.recover("RuntimeError")
     assert tried.kinds()[-1] == "failed"
     assert same(weights_of(tried.weights.training), weights_of(drafter()))
-    assert not tried.buffers._replay
+    assert not tried.buffers.replay
     serve_until(tried, range(40, 100), "published")
 
 
@@ -433,7 +435,7 @@ def test_an_update_that_is_interrupted_says_nothing_of_its_arm(tmp_path: Path, m
     tried = full_bench(tmp_path)
     reported = reported_updates(tried, monkeypatch)
     serve(tried, range(40), update=False)
-    heard, waiting = len(tried.buffers._replay), dict(tried.buffers.counts)
+    heard, waiting = len(tried.buffers.replay), dict(tried.buffers.counts)
     assert waiting["full"] > 0
     for _ in range(2):
         assert tried.learner.work()
@@ -441,7 +443,7 @@ def test_an_update_that_is_interrupted_says_nothing_of_its_arm(tmp_path: Path, m
     assert [event.reason for event in tried.events] == ["interrupted"] * 2, "its samples wait again"
     assert reported == []
     assert tried.buffers.counts == waiting
-    assert len(tried.buffers._replay) >= heard
+    assert len(tried.buffers.replay) >= heard
     tried.update()
     assert tried.events[-1].kind in ("published", "refused")
 

@@ -1,7 +1,7 @@
 """The signal by hand, the clip on one query, and texts that a drafter can be trained and scored on."""
 
 import random
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
@@ -10,6 +10,7 @@ import torch
 
 from adaptation.feedback import RisingScores, TokenCounts, TrafficMonitor
 from adaptation.policy import ARMS, Arm, State
+from adaptation.replay_buffer import ReplayBuffer
 from adaptation.samples import (
     SampleBuffers,
     TrainingSample,
@@ -63,22 +64,15 @@ def test_an_answer_of_a_few_tokens_is_no_text(answer: int) -> None:
     assert example_of(short) is None
 
 
-def buffers_of(
-    max_positions: int, max_samples: Mapping[Arm, int], *, replay: int, update_samples: int = 9
-) -> SampleBuffers:
-    return SampleBuffers(
-        max_samples,
-        max_positions=max_positions,
-        replay_texts=replay,
-        update_samples=update_samples,
-        rng=random.Random(0),
-    )
+def buffers_of(max_positions: int, max_samples: Mapping[Arm, int], *, update_samples: int = 9) -> SampleBuffers:
+    replay = ReplayBuffer(1 << 30, client_share=1.0)
+    return SampleBuffers(max_samples, replay, max_positions=max_positions, update_samples=update_samples)
 
 
 def test_the_oldest_lessons_make_room_and_are_counted() -> None:
     rng, buffers = (
         random.Random(0),
-        buffers_of(40, {"head": 100, "full": 100}, replay=0),
+        buffers_of(40, {"head": 100, "full": 100}),
     )
     kept: deque[tuple[Arm, TrainingSample]] = deque()
     dropped = 0
@@ -98,7 +92,7 @@ def test_the_oldest_lessons_make_room_and_are_counted() -> None:
 
 
 def test_an_arm_keeps_its_newest_samples() -> None:
-    buffers = buffers_of(10_000, {"head": 2, "full": 3}, replay=0)
+    buffers = buffers_of(10_000, {"head": 2, "full": 3})
     given = samples(5)
     for sample in given:
         for arm in ARMS:
@@ -109,11 +103,10 @@ def test_an_arm_keeps_its_newest_samples() -> None:
 
 
 def test_what_was_taken_waits_again_as_the_oldest_once_it_is_put_back() -> None:
-    buffers = buffers_of(10_000, {"head": 9, "full": 9}, replay=9)
+    buffers = buffers_of(10_000, {"head": 9, "full": 9})
     given = samples(5)
     arms: list[Arm] = ["full", "head", "full", "head"]
     for arm, sample in zip(arms, given, strict=False):
-        buffers.remember(sample)
         buffers.add(arm, sample)
     taken = buffers.take("full")
     buffers.put_back()
@@ -125,7 +118,7 @@ def test_what_was_taken_waits_again_as_the_oldest_once_it_is_put_back() -> None:
 
 
 def test_only_full_updates_keep_texts() -> None:
-    buffers = buffers_of(100, {"head": 100, "full": 100}, replay=0)
+    buffers = buffers_of(100, {"head": 100, "full": 100})
     (sample,) = samples(1)
     for arm in ARMS:
         buffers.add(arm, sample)
@@ -133,51 +126,34 @@ def test_only_full_updates_keep_texts() -> None:
     assert [one.example is sample.example for one in buffers.take("full")] == [True]
 
 
-def test_full_updates_hear_the_latest_lessons_again() -> None:
-    buffers = buffers_of(10_000, {"head": 9, "full": 9}, replay=4)
-    given = samples(7)
-    signals = [sample.signal for sample in given]
-
-    def heard(first: int, end: int, arm: Arm = "full") -> list[float]:
-        for sample in given[first:end]:
-            buffers.remember(sample)
-            buffers.add(arm, sample)
-        *again, newest = (sample.signal for sample in buffers.take(arm))
-        return [*sorted(again, key=signals.index), newest]
-
-    assert heard(0, 2) == signals[:2]
-    assert heard(2, 4) == signals[:4]
-    assert heard(4, 5) == signals[1:5]
-    assert heard(0, 2, "head") == signals[:2]
-    assert buffers.counts["full"] == 0
-    buffers.clear_replay()
-    assert heard(5, 6) == signals[5:6]
-    buffers.clear()
-    assert heard(6, 7) == signals[6:7]
-
-
-def test_what_is_heard_again_is_drawn_for_each_update_and_leaves_room_for_new_samples() -> None:
-    given = samples(12)
-    buffers = buffers_of(10_000, {"head": 9, "full": 9}, replay=8, update_samples=4)
-    for sample in given[:8]:
-        buffers.remember(sample)
-    drawn = set()
+def test_full_updates_hear_other_texts_again_and_leave_room_for_new_ones() -> None:
+    buffers = buffers_of(10_000, {"head": 9, "full": 9}, update_samples=4)
+    asked = [feedback(seed) for seed in range(12)]
+    given = [
+        replace(sample, example=buffers.replay.add(sample.example, one.query))
+        for sample, one in zip(samples(12), asked, strict=True)
+        if sample.example is not None
+    ]
+    heard = Counter[int]()
     for sample in given[8:]:
         buffers.add("full", sample)
         *again, newest = buffers.take("full")
         assert newest is sample
-        assert len({id(one) for one in again}) == 3
-        drawn |= {one.signal for one in again}
-    assert len(drawn) > 3
+        assert len(again) == 3
+        heard.update(id(one.example) for one in (*again, newest))
+    assert sorted(heard.values()) == [1] * 8 + [2] * 4, "a pass over all of them, and the first of the next"
     for sample in given[:6]:
         buffers.add("full", sample)
     assert len(buffers.take("full")) == 6, "new ones are heard even when there are more than fit"
+    buffers.add("full", given[0])
+    buffers.clear_queues()
+    assert (buffers.counts["full"], len(buffers.replay)) == (0, 12)
 
 
 def test_a_share_is_held_back_and_the_newest_are_kept() -> None:
     validation = ValidationSet(share=0.2, enough=2, max_texts=3, rng=random.Random(0))
     assert 0.45 * 5000 < sum(validation.draws() for _ in range(5000)) < 0.55 * 5000, "there are none yet"
-    texts = [validation.number(sample.example) for sample in samples(5) if sample.example is not None]
+    texts = [validation.number(sample.example, "") for sample in samples(5) if sample.example is not None]
     for text in texts:
         validation.keep(text)
     assert 0.18 * 5000 < sum(validation.draws() for _ in range(5000)) < 0.22 * 5000

@@ -9,43 +9,52 @@ from adaptation.timing import IdleTime, Pauses, TrainingTime
 from tests.adaptation.worlds import Clock
 
 
-def idle(share: float = 0.25, max_failures: int = 2) -> tuple[IdleTime, Clock]:
+def idle(share: float = 0.25) -> tuple[IdleTime, Clock]:
     clock = Clock()
-    return IdleTime(share=share, max_failures=max_failures, clock=clock), clock
+    return IdleTime(share=share, least_failures=2, clock=clock), clock
 
 
 @pytest.mark.parametrize(("share", "rest"), [(0.25, 30.0), (0.5, 10.0), (1.0, 0.0)])
 def test_it_rests_so_long_that_its_share_is_kept(share: float, rest: float) -> None:
     time, clock = idle(share)
-    assert time.may_begin(1)
-    time.ended(10.0, published=True)
+    assert time.may_begin(1, num_kept=1, pass_updates=1)
+    time.ended(10.0, better=True)
     if rest:
         clock.now += rest - 0.1
-        assert not time.may_begin(1)
+        assert not time.may_begin(1, num_kept=1, pass_updates=1)
     clock.now += 0.2
-    assert time.may_begin(1)
+    assert time.may_begin(1, num_kept=1, pass_updates=1)
 
 
 def test_without_a_share_nothing_begins() -> None:
     time, _ = idle(0.0)
-    assert not time.may_begin(1)
+    assert not time.may_begin(1, num_kept=1, pass_updates=1)
 
 
 def test_updates_in_vain_end_it_until_new_texts_come() -> None:
     time, _ = idle(1.0)
     for _ in range(2):
-        assert time.may_begin(5)
-        time.ended(1.0, published=False)
-    assert not time.may_begin(5)
-    assert time.may_begin(6)
+        assert time.may_begin(5, num_kept=5, pass_updates=1)
+        time.ended(1.0, better=False)
+    assert not time.may_begin(5, num_kept=5, pass_updates=1)
+    assert time.may_begin(6, num_kept=6, pass_updates=1)
+
+
+def test_it_ends_after_a_pass_and_begins_again_with_a_share_of_new_texts() -> None:
+    time, _ = idle(1.0)
+    for _ in range(5):
+        assert time.may_begin(64, num_kept=64, pass_updates=5)
+        time.ended(1.0, better=False)
+    assert not time.may_begin(64 + 3, num_kept=64, pass_updates=5)
+    assert time.may_begin(64 + 4, num_kept=64, pass_updates=5)
 
 
 def test_a_publish_begins_the_count_anew() -> None:
     time, _ = idle(1.0)
-    assert time.may_begin(5)
-    for published in (False, True, False):
-        time.ended(1.0, published=published)
-    assert time.may_begin(5)
+    assert time.may_begin(5, num_kept=5, pass_updates=1)
+    for better in (False, True, False):
+        time.ended(1.0, better=better)
+    assert time.may_begin(5, num_kept=5, pass_updates=1)
 
 
 def timed(covered: float) -> tuple[TrainingTime, Clock]:
