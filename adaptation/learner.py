@@ -111,7 +111,9 @@ class Learner:
     def _due(self) -> Pieces[None] | None:
         """Return the due work in pieces: a first drafter, an arm's update, or a rehearsal in idle time. Returns None if
         none is due."""
-        if not self.paused and self._bootstrap.collects and self._feedback.buffers.for_sums:
+        if not self._bootstrap.collects:
+            self._feedback.buffers.for_sums.clear()
+        elif self._feedback.buffers.for_sums and not self.paused:
             return self._collect()
         if self.paused or self.weights.pending or not self._feedback.validation.suffices:
             return None

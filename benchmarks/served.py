@@ -36,13 +36,16 @@ from service.bench.experiment import (
     warm_up,
 )
 from service.bench.serve import Entrants
+from service.bench.servers import HttpClient
 from service.config import LoadedConfig
+from service.engine.requests import GenerationRequest
 
 AGAIN, ADAPTIVE = "plain again", "adaptive"
 SERVED_PLAIN, SERVED_ADAPTIVE = "served plain", "served adaptive"
 _PAIRS = ((SERVED_PLAIN, PLAIN), (SERVED_ADAPTIVE, ADAPTIVE), (SERVED_ADAPTIVE, SERVED_PLAIN), (AGAIN, PLAIN))
 _OFF = {"prefix_cache": "off"}  # engines that share slots keep none either
 _WARM_UP_TOKENS = 8
+_SAMPLING = ("seed", "max_tokens", "temperature", "ignore_eos")
 
 
 @contextmanager
@@ -51,7 +54,15 @@ def contestants_of(assembly: Assembly, *, stream: bool) -> Iterator[dict[str, Co
     ours = {SERVED_PLAIN: {"drafter": "none", **_OFF}, SERVED_ADAPTIVE: _OFF}
     engines = {PLAIN: plain_engine(assembly), AGAIN: plain_engine(assembly), ADAPTIVE: assembly.engine()}
     with Entrants(assembly.config, ours, {}, "none", stream).clients() as clients:
-        yield {**{name: partial(generate, engine) for name, engine in engines.items()}, **clients}
+        sending = {name: partial(_sent, client) for name, client in clients.items()}
+        yield {**{name: partial(generate, engine) for name, engine in engines.items()}, **sending}
+
+
+def _sent(client: HttpClient, requests: Sequence[GenerationRequest]) -> Run:
+    """Send all requests at once, with their prompts as token ids."""
+    sampling = [{name: getattr(request.sampling, name) for name in _SAMPLING} for request in requests]
+    bodies = [{"prompt": [*request.prompt], **how} for request, how in zip(requests, sampling, strict=True)]
+    return client.send(bodies, len(bodies))
 
 
 def row_of(what: Row, runs: Mapping[str, Sequence[Run]]) -> Row:

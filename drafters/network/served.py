@@ -125,7 +125,8 @@ class ServingNetwork:
         `in_8_bits`: products run in 8 bits."""
         self.structure: Structure = config.structure()
         self.config, self.traits = config, config.traits
-        self.dtype, self.device = weights["decoder.norm.weight"].dtype, weights[VOCABULARY].device
+        self.dtype: torch.dtype = weights["decoder.norm.weight"].dtype
+        self.device: torch.device = weights[VOCABULARY].device
         self.ops = ops.on(self.device).in_8_bits() if in_8_bits else ops.on(self.device)
         self.d2t = torch.zeros(config.draft_vocab_size, dtype=torch.int64, device=self.device)
         self.t2d = torch.zeros(config.target_vocab_size, dtype=torch.int64, device=self.device)

@@ -31,11 +31,16 @@ def brought(scale: float) -> dict[str, torch.Tensor]:
 
 
 def test_the_first_drafter_that_is_brought_is_what_distances_are_measured_to(unmade: Bench) -> None:
+    for seed in range(12):
+        unmade.observe(feedback, seed)
+    assert unmade.buffers.for_sums
     for version, scale in enumerate((1.0, 2.0, 3.0), 1):
         assert unmade.learner.adopt(brought(scale), "leader") == version
         unmade.weights.between_steps()
         assert same(weights_of(unmade.weights.anchor), brought(1.0))
     assert same(weights_of(unmade.serving), brought(3.0))
+    unmade.learner.work()
+    assert not unmade.buffers.for_sums  # texts that nothing will be made of are not kept
 
 
 def test_a_rollback_loses_nothing_that_was_collected(unmade: Bench) -> None:
