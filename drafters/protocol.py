@@ -33,7 +33,8 @@ class DraftContext:
     store: bool = True  # False: the sequence may be neither kept nor learned from
     scope: str | None = ""  # scope of the past answers that it reads and adds to, OWNER or OWNER/NAME; None: no scope
     warm: bool = False  # True: its temperature is above 0
-    regression: Tensor | None = None  # [2, sets, weights] float32, weights and squares of a memory that drafts too
+    regression: Callable[[], Tensor] | None = None  # reads weights and squares of a memory that drafts too, before the
+    # next commit: [2, sets, weights] float32
 
 
 @dataclass(frozen=True, slots=True)

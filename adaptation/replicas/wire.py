@@ -31,6 +31,7 @@ from adaptation.records import Damaged, RefusalReason, Refused
 from adaptation.replicas.redis_store import QueryMessage
 from drafters.feedback import DraftLabels, Query, QueryFeedback
 from drafters.network.checkpoint import VOCABULARY, names_tokens
+from drafters.tree import MAX_NODES
 from kernels.memory import FEATURES, ORDERS, WAYS, WEIGHT_SETS
 
 Record = TypeVar("Record")
@@ -254,6 +255,8 @@ def _check(tensors: dict[str, Tensor], header: QueryHeader, shape: QueryShape) -
         "labels.top_ids": ((labels, top), torch.int32, ids),
         "labels.top_logprobs": ((labels, top), torch.float16, number),
     }
+    if header.drafted_nodes > MAX_NODES * len(header.accepted):
+        raise Refused("misfit", f"{header.drafted_nodes} nodes in {len(header.accepted)} drafts")
     if "past" in tensors:
         before = min(header.offset, tensors["before"].numel() if "before" in tensors else 0)
         expected |= {

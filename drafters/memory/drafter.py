@@ -104,7 +104,7 @@ class MemoryDrafter(Drafter):
         for context in contexts:
             self._start(context)
         if self._network is not None:
-            self._network.start([replace(one, regression=self._regression(one.row)) for one in contexts])
+            self._network.start([replace(one, regression=partial(self._regression, one.row)) for one in contexts])
 
     def read(self, read: Read) -> None:
         assert self._network is not None
@@ -150,8 +150,8 @@ class MemoryDrafter(Drafter):
 
     def _regression(self, row: int) -> Tensor:
         """Return a copy of weights and squares of the row's scope. # -> [2, WEIGHT_SETS, FEATURES]"""
-        memory, scope = self._memory, self._memory.scopes[row]
-        return torch.stack([memory.weights[scope], memory.squares[scope]])
+        memory, scope = self._memory, self._memory.scopes[row : row + 1]
+        return torch.cat([memory.weights[scope], memory.squares[scope]])
 
     def _catch_up(self) -> None:
         """Count the tokens that were left, before anything else is read from the memory or written to it."""

@@ -100,7 +100,7 @@ class FeedbackRecorder:
                 self._tables.labels.positions[row] = NOWHERE
                 self._beside_memory = context.regression is not None
                 if context.regression is not None:
-                    self._tables.regression[row] = context.regression
+                    self._tables.regression[row] = context.regression()
 
     @torch.inference_mode()
     def read(self, read: Read) -> None:

@@ -195,7 +195,8 @@ class Recording(RandomTreeDrafter):
         self.regression: Tensor | None = None
 
     def start(self, contexts: Sequence[DraftContext]) -> None:
-        self.regression = contexts[0].regression
+        assert contexts[0].regression is not None
+        self.regression = contexts[0].regression()
 
     def commit(self, committed: Committed) -> None:
         assert committed.past is not None

@@ -262,6 +262,7 @@ def test_what_cannot_be_is_refused_from_any_sender(
         {"prompt": -1},
         {"prompt": 10**9},
         {"sequence": -1},
+        {"drafted_nodes": 10**9},  # a replay would make room for them
         {"temperature": -1.0},
         {"accepted": "many"},
         {"client": 3},
