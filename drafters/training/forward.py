@@ -29,7 +29,8 @@ def attend(query: Tensor, key: Tensor, value: Tensor, seen: Tensor | None = None
     # No kernel supports grouped attention with masks.
     key, value = key.repeat_interleave(group, dim=1), value.repeat_interleave(group, dim=1)
     mask = None if seen is None else seen[:, None]
-    with sdpa_kernel(_FOR_ANY_SHAPE):
+    # On a CPU attention in bf16, to which autocast would round, takes over twice the time of fp32.
+    with sdpa_kernel(_FOR_ANY_SHAPE), torch.autocast("cpu", enabled=False):
         return scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=seen is None, scale=scale)
 
 
@@ -44,7 +45,7 @@ class StreamAttention:
 
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Attend as `Attend` says. # query [batch, heads, rows, dim] -> the same"""
-        query, key, value = query.float(), key.float(), value.float()  # bf16 attention is pathological on CPU
+        query, key, value = query.float(), key.float(), value.float()
         if self._before:
             keys, values = self._before[layer]
             key, value = torch.cat([keys.float(), key], dim=2), torch.cat([values.float(), value], dim=2)
@@ -63,6 +64,13 @@ class TrainedBlocks:
     held: Sequence[KeysValues]  # keys and values of these rows, by layer
     places: Tensor  # [batch, anchors] int64, rotary position of each block's first entry, minus one
     ahead: Tensor | None = None  # [batch, anchors, further blocks, hidden], if one forward serves all blocks
+
+    def take(self, kept: Tensor) -> "TrainedBlocks":
+        """Keep the blocks of some anchors. # kept [batch, kept] int64, indices of anchors"""
+        fields = self.anchors, self.states, self.onward, self.seen, self.places
+        anchors, states, onward, seen, places = (at(values, kept) for values in fields)
+        ahead = None if self.ahead is None else at(self.ahead, kept)
+        return TrainedBlocks(anchors, states, onward, seen, self.held, places, ahead)
 
 
 class TrainingForward:
@@ -183,5 +191,5 @@ def _blocks(number: int, size: int, device: torch.device) -> Tensor:
 
 
 def at(values: Tensor, places: Tensor) -> Tensor:
-    """Gather values by position. # values [batch, length, width], places [batch, anchors] -> [batch, anchors, width]"""
-    return torch.take_along_dim(values, places[:, :, None], dim=1)
+    """Gather values by position. # values [batch, length, ...], places [batch, anchors] -> [batch, anchors, ...]"""
+    return torch.take_along_dim(values, places.view(*places.shape, *[1] * (values.dim() - 2)), dim=1)

@@ -17,7 +17,7 @@ from drafters.network.heads import rank_class, rank_features
 from drafters.network.layers import Embed
 from drafters.network.model import SpecBlock
 from drafters.training.corpus import Batch
-from drafters.training.forward import forward_of
+from drafters.training.forward import at, forward_of
 from kernels.lattice import TOP
 
 _COOLEST, _HOTTEST = 0.3, 1.2
@@ -106,9 +106,12 @@ class Objective:
         valid = torch.ones_like(place, dtype=torch.bool)  # whether the entry at which a block starts is valid
         for number in range(self._blocks):
             if number:
-                cuts = 1 + (_uniform(anchors.shape, generator, anchors.device) * self._size).long()
-                grown = self._forward.next(batch, grown, cuts)
-                place, valid = place + cuts[:, :, None], valid.gather(2, cuts[:, :, None])
+                cuts = 1 + (_uniform(grown.anchors.shape, generator, anchors.device) * self._size).long()
+                valid = valid.gather(2, cuts[:, :, None])
+                begun = valid[:, :, 0].long()  # blocks that start at an entry without a loss have none themselves
+                kept = begun.argsort(dim=1, descending=True, stable=True)[:, : max(1, int(begun.sum(1).max()))]
+                grown = self._forward.next(batch, grown.take(kept), at(cuts, kept))
+                place, valid = at(place + cuts[:, :, None], kept), at(valid, kept)
             predicted = grown.anchors[:, :, None] + 2 + block
             valid = self._reached(grown.states, predicted, batch) & valid[:, :, :1]  # [batch, anchors, block + 1]
             taught = predicted.masked_fill(~valid[:, :, :-1], -1)
@@ -181,15 +184,15 @@ def _distributions(logits: Tensor, labels: Tensor, batch: Batch, t2d: Tensor) ->
     # logits [flat, draft_vocab], labels [flat] -> both [flat, top]"""
     drafted = t2d[batch.top_ids[labels]]  # [flat, top]
     p = batch.top_logprobs[labels].exp() * (drafted >= 0)
-    logits = logits.float()
-    return p, logits.gather(1, drafted.clamp(min=0)) - logits.logsumexp(1, keepdim=True)
+    return p, logits.log_softmax(1, dtype=torch.float32).gather(1, drafted.clamp(min=0))
 
 
 def _ranks(logits: Tensor, drafted: Tensor) -> Tensor:
     """Return the rank of each token from 0, or draft_vocab for one that cannot be drafted. # logits [rows,
     draft_vocab], drafted [rows] draft ids or -1 -> [rows] int64"""
     own = logits.gather(1, drafted.clamp(min=0)[:, None])
-    return torch.where(drafted >= 0, (logits > own).sum(1), logits.shape[1])
+    above = torch.gt(logits, own, out=torch.empty_like(logits)).sum(1, dtype=torch.float32)  # booleans add up slowly
+    return torch.where(drafted >= 0, above.long(), logits.shape[1])
 
 
 def _uniform(shape: Sequence[int], generator: torch.Generator, device: torch.device) -> Tensor:

@@ -43,6 +43,13 @@ def test_without_a_mask_they_see_what_is_before_them() -> None:
     torch.testing.assert_close(attend(query, key, value, scale=0.3), wanted)
 
 
+def test_on_a_cpu_autocast_does_not_round_them() -> None:
+    query, key, value = (_drawn(2, heads, _ROWS, _DIM) for heads in (_HEADS, _KV_HEADS, _KV_HEADS))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = attend(query, key, value)
+    assert torch.equal(found, attend(query, key, value))
+
+
 def test_no_kernel_is_asked_that_plans_for_each_shape(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[bool] = []
 

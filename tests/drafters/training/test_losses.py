@@ -12,6 +12,7 @@ from drafters.network.config import RankHeadShape
 from drafters.network.model import SpecBlock
 from drafters.trained_kinds import TRAINED_KINDS, trained_kind
 from drafters.training.corpus import Batch, Example, load_examples
+from drafters.training.forward import forward_of
 from drafters.training.objective import Objective, ObjectiveSettings, cross_entropy, total_variation
 from drafters.training.output_layers import head_loss
 from tests.adaptation.samples import sampled
@@ -80,3 +81,15 @@ def test_every_kind_learns(text: Example, kind: str) -> None:
         scores.draft_loss.backward()
         optimizer.step()
     assert found[-1] < 0.995 * found[0]
+
+
+@pytest.mark.parametrize("kind", [kind for kind in TRAINED_KINDS if trained_kind(kind).config.trained_blocks > 1])
+def test_a_further_block_depends_on_its_own_path_alone(text: Example, kind: str) -> None:
+    model = tiny_drafter(kind=kind, **trained_kind(kind).shape)
+    batch, kept = Batch.of([text], model.config.reach, "cpu"), torch.tensor([[1, 3]])
+    forward, anchors = forward_of(model, EMBED), torch.tensor([[2, 4, 5, 7]])
+    _, blocks = forward.first(batch, anchors)
+    part = forward.next(batch, blocks.take(kept), torch.ones_like(kept))
+    whole = forward.next(batch, blocks, torch.ones_like(anchors)).take(kept)
+    assert torch.equal(part.anchors, whole.anchors)
+    torch.testing.assert_close((part.states, part.onward), (whole.states, whole.onward))
