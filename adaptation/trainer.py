@@ -63,7 +63,7 @@ def rules_of(config: AdaptationConfig, drafter: ServedDrafter, tuning: Tuning, *
         learning_rate=config.learning_rate if drafter.made else _SOLVED_STEP,
         relative=not drafter.made,
         anchor_weight=config.anchor_weight,
-        blocks=drafter.config.trained_blocks if drafter.made else drafter.blocks,
+        blocks=drafter.blocks,
         autocast=autocast,
         tuning=tuning,
     )
