@@ -213,7 +213,7 @@ def build_trainer(config: ServiceConfig) -> tuple[Worker, Replicas]:
         prepare=in_place(network),
         embed=Embedding(loaded.parts.embedding),
         embedding=None,
-        blocks=config.draft_blocks,
+        blocks=network.config.blocks(config.draft_blocks),
         made=loaded.initial_drafter is None,
     )
     folder = learning_folder(config.state_dir, loaded, source)
