@@ -114,6 +114,7 @@ class ReplayBuffer:
         self._max_bytes = max_bytes
         self._client_share = client_share
         self._texts: dict[int, KeptText] = {}  # by id of the example, the oldest first
+        self._bytes_of = Counter[str]()  # by client, none of them 0
         self._taken: list[KeptText] = []  # by the update under way, or the last one
 
     def __len__(self) -> int:
@@ -138,8 +139,7 @@ class ReplayBuffer:
         """Add texts as they are."""
         for text in texts:
             self._texts[id(text.example)] = text
-            self.num_bytes += num_bytes(text.example)
-            self.num_changes += 1
+            self._count_bytes(text.client, num_bytes(text.example))
             while self.num_bytes > self._max_bytes:
                 self._remove(self._worst())
 
@@ -183,17 +183,20 @@ class ReplayBuffer:
         self.num_changes += 1
 
     def _worst(self) -> KeptText:
-        bytes_of = Counter[str]()
-        for text in self._texts.values():
-            bytes_of[text.client] += num_bytes(text.example)
-        most = max(self._client_share, 1 / len(bytes_of)) * self.num_bytes * (1 + 1e-9)  # a sum may be rounded
-        greedy = [text for text in self._texts.values() if bytes_of[text.client] > most]
-        return min(greedy or self._texts.values(), key=lambda text: text.value)
+        most = max(self._client_share, 1 / len(self._bytes_of)) * self.num_bytes * (1 + 1e-9)  # a sum may be rounded
+        greedy = {client for client, size in self._bytes_of.items() if size > most} or self._bytes_of.keys()
+        return min((text for text in self._texts.values() if text.client in greedy), key=lambda text: text.value)
 
     def _remove(self, text: KeptText) -> None:
         if self._texts.pop(id(text.example), None) is not None:
-            self.num_bytes -= num_bytes(text.example)
-            self.num_changes += 1
+            self._count_bytes(text.client, -num_bytes(text.example))
+
+    def _count_bytes(self, client: str, change: int) -> None:
+        self.num_bytes += change
+        self.num_changes += 1
+        self._bytes_of[client] += change
+        if not self._bytes_of[client]:
+            del self._bytes_of[client]
 
 
 def tensors_of(example: Example) -> dict[str, Tensor]:
