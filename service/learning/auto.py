@@ -25,12 +25,14 @@ def decide(config: ServiceConfig, facts: Facts | None = None) -> tuple[bool, str
     """Decide by the first rule that applies. Returns whether learning is on, and `on: REASON` or `off: REASON`."""
     facts = facts or Facts()
     wanted, share = config.adaptation.enabled, facts.block_share or 0.0
+    alone = config.adaptation.redis_url is None  # no replica learns for this one
     automatic, block = wanted == "auto", f"a block of the drafter takes {share:.2f} of a plain step"
     rules = (
         (wanted is False, False, "adaptation.enabled is false"),
         (automatic and bool(config.api_keys), False, "there are api_keys, so it needs adaptation.enabled true"),
         (automatic and not config.memory_bytes, False, "memory is off, so answers may not be kept"),
         (automatic and config.budget_policy == "fixed", False, "budget_policy is fixed, so no costs are measured"),
+        (automatic and alone and config.adaptation.policy == "never", False, "adaptation.policy is never"),
         (automatic and not facts.has_room, False, "it would take more than a quarter of the free memory"),
         (not facts.has_weights, False, "the drafter has no weights to train"),
         (wanted is True, True, "adaptation.enabled is true"),

@@ -127,6 +127,8 @@ def test_off_costs_nothing(targets: Targets) -> None:
         ({"api_keys": "a"}, Facts(), False, "api_keys"),
         ({"memory": "off"}, Facts(drafts=False), False, "memory is off"),
         ({"budget_policy": "fixed"}, Facts(), False, "budget_policy"),
+        ({"adaptation": {"policy": "never"}}, Facts(drafts=False), False, "policy is never"),
+        ({"adaptation": {"policy": "never", "redis_url": "redis://a"}}, Facts(), True, "redis_url"),
         ({"adaptation": {"redis_url": "redis://a"}}, Facts(block_share=9.0), True, "redis_url"),
         ({"adaptation": {"redis_url": "redis://a", "redis_secret": "x" * 16}}, Facts(block_share=9.0), False, "takes"),
         ({"adaptation": {"enabled": True}, "api_keys": "a", "memory": "off"}, Facts(has_room=False), True, "true"),
