@@ -55,6 +55,9 @@ class Heard:
     def ended(self, query: Query) -> None:
         self.queries.append(query)
 
+    def forgot(self, scope: str | None) -> None:
+        self.queries = [query for query in self.queries if scope not in (None, query.scope)]
+
 
 def engine_for(
     heard: Heard, drafter: str = "random", num_slots: int | None = None, policy: Budget | None = None
@@ -94,6 +97,7 @@ def test_a_query_is_reported_with_what_it_took(scope: Scope) -> None:
     (query,) = heard.queries
     assert list(query.tokens) == PROMPT + result.tokens
     assert (query.client, query.store, query.temperature) == ("somebody", False, 0.0)
+    assert query.scope == scope.cache_namespace
     assert result.end.speculation is not None
     steps = list(zip(result.end.speculation.accepted_per_step, result.end.speculation.drafted_per_step, strict=True))
     assert query.accepted == tuple(accepted for accepted, drafted in steps if drafted)
