@@ -13,6 +13,7 @@ from drafters.network.checkpoint import HEAD, DrafterError, weights_of
 from kernels.cpu import library
 from kernels.experts import QuantisedStack
 from kernels.layers import QuantisedWeight
+from service import doctor
 from service.config import ServiceConfig
 from service.drafter import choose_drafter
 from tests.conformance.gguf_writer import Contents
@@ -85,3 +86,13 @@ def test_a_file_without_its_module_has_no_drafter(tmp_path: Path, caplog: pytest
         assert choose_drafter(settings) == ("memory", None)
         choose_drafter(settings)
     assert sum("its tensors were left out" in record.message for record in caplog.records) == 1
+
+
+def test_a_file_with_its_module_takes_memory_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the setting names it from the folder in which the command runs."""
+    path, counted = file_with_module(tmp_path, "qwen3_5_text", Kind.F32).write(tmp_path / "a.gguf"), list[int]()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(doctor, "check_free_memory", lambda weights, pool: counted.append(weights))
+    for name in ("a.gguf", str(path)):
+        doctor._memory(ServiceConfig(model=name, state_dir=tmp_path / "state", device="cpu"))
+    assert counted == 2 * [path.stat().st_size]
