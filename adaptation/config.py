@@ -158,10 +158,13 @@ def usable_cores(cgroups: Path = Path("/sys/fs/cgroup"), mine: Path = Path("/pro
 
 
 def free_memory(container: Path = Path("/sys/fs/cgroup")) -> int:
-    """Bytes of memory that are free, in a container within its limit (control groups of version 2)."""
+    """Bytes of memory that are free, in a container within its limit (control groups of version 2), of which cached
+    files, as those of loaded weights, take nothing."""
     free, limit = psutil.virtual_memory().available, container / "memory.max"
     if limit.is_file() and limit.read_text().strip().isdecimal():
-        free = min(free, int(limit.read_text()) - int((container / "memory.current").read_text()))
+        cached = dict(line.split() for line in (container / "memory.stat").read_text().splitlines())["inactive_file"]
+        used = int((container / "memory.current").read_text()) - int(cached)
+        free = min(free, int(limit.read_text()) - used)
     return max(0, free)
 
 

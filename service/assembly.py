@@ -11,7 +11,7 @@ from tempfile import TemporaryFile
 
 import torch
 
-from adaptation.config import Tuning
+from adaptation.config import Tuning, free_memory
 from drafters.decision import RegretLedger
 from drafters.language_model.drafter import scratch_places
 from drafters.network.model import SpecBlock
@@ -281,7 +281,9 @@ def _has_room(
 ) -> bool:
     """Whether learning takes a small part of the free memory, where that decides whether it is on."""
     sizes = _learning(config, loaded) if config.adaptation.enabled == "auto" else None
-    return memory_planner.learning_fits(limits, network, sizes, loaded.model.device)
+    device = loaded.model.device
+    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free_memory()
+    return memory_planner.learning_fits(limits, network, sizes, free)
 
 
 def _numerics(target: Target, limits: EngineLimits, *, captures: bool) -> Numerics:

@@ -273,13 +273,12 @@ def learning_fits(
     limits: EngineLimits,
     network: SpecBlock | ServingNetwork | None,
     learning: LearningSizes | None,
-    device: torch.device,
+    free_bytes: int,
 ) -> bool:
     """Whether learning, if there is any, takes at most `_LEARNING_SHARE` of the free memory."""
     if network is None or learning is None:
         return True
-    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
-    return sum(need.num_bytes for need in _learning_needs(limits, network, learning)) <= _LEARNING_SHARE * free
+    return sum(need.num_bytes for need in _learning_needs(limits, network, learning)) <= _LEARNING_SHARE * free_bytes
 
 
 def _learning_needs(limits: EngineLimits, network: SpecBlock | ServingNetwork, learning: LearningSizes) -> list[Need]:

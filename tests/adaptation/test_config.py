@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from adaptation.config import AdaptationConfig, usable_cores
+from adaptation.config import AdaptationConfig, free_memory, usable_cores
 
 
 @pytest.mark.parametrize(
@@ -59,3 +59,11 @@ def test_threads_are_no_more_than_the_control_group_may_use(
     (tmp_path / "mine").write_text(f"{line}\n")
     without = usable_cores(tmp_path, tmp_path / "none")
     assert usable_cores(tmp_path, tmp_path / "mine") == (cores or without)
+
+
+def test_cached_files_of_a_container_are_free_memory(tmp_path: Path) -> None:
+    for name, text in {"max": "1000\n", "current": "900\n", "stat": "anon 200\ninactive_file 600\n"}.items():
+        (tmp_path / f"memory.{name}").write_text(text)
+    assert free_memory(tmp_path) == 1000 - 300
+    (tmp_path / "memory.max").write_text("max\n")
+    assert free_memory(tmp_path) > 1000
