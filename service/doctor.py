@@ -124,8 +124,7 @@ def _memory(config: ServiceConfig) -> str:
         return f"{free / GIB:.1f} of {total / GIB:.1f} GiB of the GPU are free"
     name, folder = choose_drafter(config, starts=True)
     drafter = config.drafter_path if "model" in drafter_needs(name) else folder
-    own = set() if drafter is None else {str(drafter.expanduser().resolve())}
-    loaded = {source_of(config)} | own  # a target may hold its drafter
+    loaded = {source_of(config), *([str(drafter.expanduser().resolve())] if drafter else ())}  # perhaps the same
     text = _target(config).config.get_text_config()
     limits = limits_of(config, text.max_position_embeddings)
     shape = KVShape(kv_layers(text), dtype_of(config, device))
