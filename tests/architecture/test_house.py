@@ -13,12 +13,12 @@ PRODUCT = modules(*PACKAGES)
 OUTSIDE_KERNELS = modules("service", "adaptation", "drafters")
 
 CODE_LINES = {
-    "product": (PRODUCT, 33_460),
-    BENCHMARKS: (modules(BENCHMARKS), 5_422),
-    "tests": (modules("tests"), 38_470),
+    "product": (PRODUCT, 33_800),
+    BENCHMARKS: (modules(BENCHMARKS), 5_527),
+    "tests": (modules("tests"), 39_260),
 }
 """At most so many lines of code (no blank lines, comments, docstrings) in these files."""
-NUM_FILES = 238
+NUM_FILES = 240
 
 UNDOCUMENTED, WITHOUT_SHAPES = 0.03, 0.05  # of public functions, and of those that take or return tensors
 MODULE_LINES = 400
