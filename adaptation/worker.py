@@ -101,7 +101,9 @@ class Inbox:
     def forget(self, scope: str | None) -> None:
         """Drop the waiting queries of a scope, or all if it is None."""
         with self._ready:
-            self.queries = deque(one for one in self.queries if scope not in (None, one.query.scope))
+            kept = [one for one in self.queries if scope not in (None, one.query.scope)]
+            self.queries.clear()  # the same queue, for which `take` waits
+            self.queries.extend(kept)
 
     def stop(self) -> None:
         """Ask the thread to end."""

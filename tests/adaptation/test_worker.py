@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from adaptation.worker import Worker
+from adaptation.worker import Inbox, Worker
 from drafters.feedback import QueryFeedback
 from tests.adaptation.samples import feedback
 from tests.tuned import settled
@@ -227,6 +227,19 @@ def test_a_command_that_kills_the_thread_is_an_ordinary_error_for_its_caller(mad
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_query_that_comes_while_others_are_forgotten_is_heard_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    inbox = Inbox(9)
+
+    def wait(timeout: float) -> None:
+        """A query ends, and another scope is forgotten, before the thread has woken."""
+        inbox.put_query(feedback(1))
+        inbox.forget("another")
+
+    monkeypatch.setattr(inbox._ready, "wait", wait)
+    assert inbox.take(0.0) is not None
+    assert not inbox.queries
+
+
 def test_a_dead_thread_is_replaced_once(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
     """Operators ask from their threads while the engine offers from its own."""
     worker = made(Scripted(on_hear=once(killed)))

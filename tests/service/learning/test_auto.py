@@ -86,14 +86,15 @@ def test_it_is_on_where_it_pays(
 
 
 def calls(assembly: Assembly) -> Counter[str]:
-    """Answer two queries again, and count the calls of our own functions."""
+    """Answer two queries again, and count the calls of our own functions above the kernels, which keep what they were
+    given by its address, and are called more often where memory was used again."""
     engine, counts = assembly.engine(policy=FixedBudget(8)), Counter[str]()
     asked = requests([[5, 6, 7], [8, 9]], temperature=0.0, tokens=24)
     texts(engine, asked)
 
     def count(frame: FrameType, event: str, argument: object) -> None:
         path = Path(frame.f_code.co_filename)
-        if event == "call" and path.is_relative_to(Path.cwd()):
+        if event == "call" and path.is_relative_to(Path.cwd()) and not path.is_relative_to(Path.cwd() / "kernels"):
             counts[f"{path.relative_to(Path.cwd())} {frame.f_code.co_qualname}"] += 1
 
     sys.setprofile(count)
