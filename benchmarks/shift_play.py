@@ -77,6 +77,7 @@ class Learning:
         self._adaptive = adaptive
         self._loop = adaptive.worker.loop
         self.recover, self.save, self.abandon = self._loop.recover, self._loop.save, self._loop.abandon
+        self.forget = self._loop.forget
         self._process = adaptive.learner.training.process
         self._free, self._standing = Signal(), Signal()
         self._free.set()

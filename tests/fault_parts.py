@@ -78,6 +78,9 @@ class Witness:
         self._note("observe")
         return taken
 
+    def forget(self, scope: str | None) -> None:
+        self._learner.forget(scope)
+
     def work(self) -> bool:
         works = self._learner.work()
         if works and self._learner._job is None:

@@ -142,7 +142,7 @@ def test_drift_is_that_of_the_first_texts_zero_for_the_anchor_and_grows_with_dis
         assert not measure.is_due, "measured once per version"
         distances.append(distance)
     assert distances == sorted(set(distances))
-    measure.forget()
+    measure.anchor_changed()
     measure.add(text(9))
     assert measure.value() == distances[-1]
 

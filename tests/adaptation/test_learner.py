@@ -540,7 +540,8 @@ def test_after_traffic_an_update_and_a_rollback(tmp_path: Path) -> None:
     assert status.snapshots == tuple(tried.weights.snapshots.versions)
     assert status.condemned == tuple(sorted(tried.weights.condemned)) != ()
     gains = [event.numbers["gain"] for event in tried.events if event.kind == "published"]
-    assert (status.predicted_gain, status.served_tau) == (pytest.approx(sum(gains)), None)
+    assert status.predicted_gain == pytest.approx(sum(gains))
+    assert status.served_tau is None
     assert status.kl_to_anchor is not None
     assert status.training_seconds == tried.time.seconds > 0
     assert [past.kind for past in status.events] == kinds[-50:]

@@ -42,6 +42,9 @@ class Scripted:
         self.reported.append(f"recover {error}")
         self.on_recover()
 
+    def forget(self, scope: str | None) -> None:
+        self.reported.append(f"forget {scope}")
+
     def save(self, *, training: bool) -> None:
         self.reported.append("save")
         self.on_save()
