@@ -88,6 +88,9 @@ class Collector:
         """Pass an error on."""
         raise StartupError(error)
 
+    def forget(self, scope: str | None) -> None:
+        """Keep the feedback: it is the benchmark's own."""
+
     def save(self, *, training: bool) -> None:
         """Store nothing."""
 
