@@ -81,9 +81,6 @@ class Collector:
     def abandon(self) -> None:
         """Train nothing."""
 
-    def forget(self, scope: str | None) -> None:
-        """Keep what was collected."""
-
     def recover(self, error: str) -> None:
         """Pass an error on."""
         raise StartupError(error)
