@@ -229,7 +229,6 @@ def test_a_command_that_kills_the_thread_is_an_ordinary_error_for_its_caller(mad
     assert worker.num_restarts == 1
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_query_that_comes_while_others_are_forgotten_is_heard_once(monkeypatch: pytest.MonkeyPatch) -> None:
     inbox = Inbox(9)
 
@@ -243,6 +242,7 @@ def test_a_query_that_comes_while_others_are_forgotten_is_heard_once(monkeypatch
     assert not inbox.queries
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_dead_thread_is_replaced_once(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
     """Operators ask from their threads while the engine offers from its own."""
     worker = made(Scripted(on_hear=once(killed)))
