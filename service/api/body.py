@@ -18,8 +18,8 @@ LARGE_BODY_BYTES = 64 * 1024
 _MEDIUM = re.compile(r"Input tag '(\w*(image|audio|video|file)\w*)'")
 _MEDIA = {"image": "images are", "audio": "audio is", "video": "video is", "file": "files are"}
 _MAX_QUOTED_CHARACTERS = 80
-_MAX_MEMBERS = 1024  # gzip members per body, after each of which the rest is copied; block-wise gzip has one per 64 KiB
-_MEMBER_BEGINS = b"\x1f\x8b\x08"  # in compressed data also by chance, once in 16 MiB
+_PIECE_BYTES = 4096  # input per decompression call; small, as the rest is copied after each gzip member
+_MAX_MEMBERS = 1024  # gzip members per body; block-wise gzip has one per 64 KiB or less
 _GZIP = 16  # flag in zlib's window bits: expect gzip header and trailer
 
 
@@ -50,20 +50,23 @@ def is_packed(headers: Headers) -> bool:
 def unpack(body: bytes, max_bytes: int) -> bytes:
     """Decompress all members of a gzip body. Raises InvalidRequest for invalid gzip, and RequestTooLarge before the
     output exceeds `max_bytes`."""
-    if body.count(_MEMBER_BEGINS) > _MAX_MEMBERS:
-        message = f"A gzip body may have at most {_MAX_MEMBERS} members."
-        raise InvalidRequest(message, param="content-encoding")
-    unpacked, rest = bytearray(), body
+    num_members, unpacked, at, member = 1, bytearray(), 0, zlib.decompressobj(zlib.MAX_WBITS | _GZIP)
     try:
-        while rest:
-            member = zlib.decompressobj(zlib.MAX_WBITS | _GZIP)
-            unpacked += member.decompress(rest, max_bytes + 1 - len(unpacked))
+        while at < len(body):
+            if member.eof:
+                num_members += 1
+                if num_members > _MAX_MEMBERS:
+                    message = f"A gzip body may have at most {_MAX_MEMBERS} members."
+                    raise InvalidRequest(message, param="content-encoding")
+                member = zlib.decompressobj(zlib.MAX_WBITS | _GZIP)
+            piece = body[at : at + _PIECE_BYTES]
+            unpacked += member.decompress(piece, max_bytes + 1 - len(unpacked))
             if len(unpacked) > max_bytes:
                 message = f"The request is larger than {max_bytes} bytes after decompression."
                 raise RequestTooLarge(message, code="request_too_large")
-            if not member.eof:
-                raise InvalidRequest("The body is not valid gzip: it is truncated.", param="content-encoding")
-            rest = member.unused_data
+            at += len(piece) - len(member.unused_data)
+        if body and not member.eof:
+            raise InvalidRequest("The body is not valid gzip: it is truncated.", param="content-encoding")
     except zlib.error as error:
         raise InvalidRequest(f"The body is not valid gzip: {error}.", param="content-encoding") from error
     return bytes(unpacked)
