@@ -66,6 +66,11 @@ class Live:
         """Record the status of learning."""
         self._learning = replace(status, events=())
 
+    @property
+    def is_quiet(self) -> bool:
+        """Whether nothing has happened since the last tick."""
+        return not (self._steps or self._happened)
+
     def tick(self) -> Json:
         """Sum the records since the last tick (usually a second), and return the sums as the feed's JSON object."""
         now, last = self._clock(), self._ticked

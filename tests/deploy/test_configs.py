@@ -71,7 +71,7 @@ def test_the_gpu_example_fits_where_it_says(
         shape = drafter_config(model)
         drafter = SpecBlock(shape)
     pairs = KVShape((LayerKV(kv_heads=8, dim=128),) * 36, dtype=torch.bfloat16)
-    heads = SimpleNamespace(kv_heads=8, head_dim=128)
+    heads = SimpleNamespace(attention=LayerKV(kv_heads=8, dim=128))
     on_gpu = SimpleNamespace(device=torch.device("cuda"))
     learning = _learning(config, cast(Any, SimpleNamespace(initial_drafter=drafter, model=on_gpu)))
     network = (

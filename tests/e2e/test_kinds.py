@@ -24,7 +24,7 @@ OTHERS = tuple(kind for kind in TRAINED_KINDS if kind not in ("specblock", "mtp"
 STEPS, PROMPT, TOKENS = 30, 12, 32
 LONGER = {"eagle3": 150, "dflash": 150, "jetspec": 150}
 """Steps of kinds that do not start from the target's layers."""
-FIT = ["--threads", "1", "--draft-vocab", "256", "--batch-tokens", "400", "--warm-up", "4", "--learning-rate", "0.003"]
+FIT = ["--threads=1", "--draft-vocab=256", "--batch-tokens=400", "--warm-up=4", "--learning-rate=0.003", "--seed=1"]
 
 
 def train(*arguments: object) -> None:
@@ -85,7 +85,7 @@ def test_training_teaches_it_to_foretell_the_target(trained: Any, kind: str) -> 
     before, after = described["facts"]["scores_at_start"], described["facts"]["scores"]
     assert after["loss"] < before["loss"]
     goes_on = trained_kind(kind).config.trained_blocks > 1  # behind its own states
-    assert after["tree_tau"] > (2.0 if goes_on else 1.25)
+    assert after["tree_tau"] > (2.0 if goes_on else 1.4)
     assert len(after["alpha"]) == trained_kind(kind).config.trained_blocks * trained_kind(kind).shape["block_size"]
 
 

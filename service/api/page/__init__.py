@@ -84,6 +84,7 @@ class Feed:
         self._number = 0
         self._frame = b""
         self._ends = False  # whether `_frame` is the last one
+        self._num_readers = 0
         self._status_query: asyncio.Task[None] | None = None
 
     @asynccontextmanager
@@ -102,18 +103,23 @@ class Feed:
         """Yield the frames for one reader: the history, then each new sample. Ends when the server drains, because
         draining waits for open connections."""
         seen, ends = self._number, False
-        yield b"event: past\n" + frame(pydantic_core.to_jsonable_python(self._live.past()))
-        while not ends:
-            async with self._changed:
-                while self._number <= seen:
-                    await self._changed.wait()
-                seen, newest, ends = self._number, self._frame, self._ends
-            yield newest
+        self._num_readers += 1
+        try:
+            yield b"event: past\n" + frame(pydantic_core.to_jsonable_python(self._live.past()))
+            while not ends:
+                async with self._changed:
+                    while self._number <= seen:
+                        await self._changed.wait()
+                    seen, newest, ends = self._number, self._frame, self._ends
+                yield newest
+        finally:
+            self._num_readers -= 1
 
     async def _run(self) -> None:
         while True:
             await asyncio.sleep(self._tick_seconds)
-            if self._status_query is None or self._status_query.done():  # else it waits for an update
+            asks = self._num_readers or not self._live.is_quiet  # learning sleeps while nothing happens
+            if asks and (self._status_query is None or self._status_query.done()):  # else it waits for an update
                 self._status_query = asyncio.create_task(self._observe_learning())
             # No await in this block: a reader must not get the same sample in the history and again as a new frame.
             async with self._changed:
