@@ -1,6 +1,6 @@
 """The texts that full updates train on: as many as fit into bounded memory, the most valuable ones, in passes.
 
-    value of a text = sum of the weights of its labels * its steps / its tokens
+    value of a text = number of its labels * its steps / its tokens
 
 Each step emits one token that no draft had right, so the second factor is the share of tokens that were missed.
 
