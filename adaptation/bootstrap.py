@@ -13,7 +13,6 @@ import time
 import torch
 from torch import Tensor
 
-from adaptation.config import Tuning
 from adaptation.evaluator import Rows
 from adaptation.feedback import TokenCounts
 from adaptation.persistence import LearnerCheckpoint
@@ -41,7 +40,7 @@ class Bootstrap:
         checkpoint: LearnerCheckpoint,
         *,
         enabled: bool,
-        tuning: Tuning,
+        seed: int,
     ) -> None:
         """`rows`: untrained output rows of a vocabulary; `enabled`: solve for the drafter unless it was deployed with
         weights."""
@@ -49,7 +48,7 @@ class Bootstrap:
         self.weights = weights
         self.counts = TokenCounts(drafter.config.target_vocab_size)  # the draft vocabulary is chosen from these
         self._embed, self._rows = drafter.embed, rows
-        self._checkpoint, self._seed = checkpoint, tuning.seed
+        self._checkpoint, self._seed = checkpoint, seed
         self._rests_until = 0.0  # the sums are not stored before
         self._given = drafter.given if self.makes else None
         self._solution: dict[str, Tensor] | None = None  # refused, and trained while more positions are collected

@@ -4,6 +4,7 @@ A text's score is tau, the mean number of tokens per verify that a drafter would
 cached until the weights of the scored drafter change.
 """
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from adaptation.samples import ValidationText
+from adaptation.samples import ValidationText, without
 from adaptation.timing import Pieces
 from adaptation.weights import ANCHOR, DrafterWeights
 from drafters.network.heads import rank_features
@@ -122,7 +123,7 @@ class AnchorDistance:
         self._weights = weights
         self._divergence = divergence
         self._num_texts = num_texts
-        self._texts: list[ValidationText] = []
+        self._texts = deque[ValidationText]()
         self._measured: tuple[int, float] | None = None  # version, distance
 
     def add(self, text: ValidationText) -> None:
@@ -132,7 +133,7 @@ class AnchorDistance:
 
     def forget(self, scope: str | None) -> None:
         """Drop the texts of a scope, or all texts if it is None."""
-        self._texts = [text for text in self._texts if scope not in (None, text.scope)]
+        self._texts = without(scope, self._texts)
 
     def anchor_changed(self) -> None:
         """Discard the measured distance."""

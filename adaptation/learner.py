@@ -361,7 +361,7 @@ def build_learner(
     feedback = build_filter(tuning, policy, sampler, vocab=weights.anchor.config.target_vocab_size)
     checkpoint, log = LearnerCheckpoint(folder), EventLog(emit, lambda: weights.newest)
     enabled = config.policy != "never"
-    bootstrap = Bootstrap(weights, drafter, rows, checkpoint, enabled=enabled, tuning=tuning)
+    bootstrap = Bootstrap(weights, drafter, rows, checkpoint, enabled=enabled, seed=tuning.seed)
     evaluator = _evaluator_of(weights, drafter, training, tuning)
     divergence = TextDivergence(weights.anchor, drafter.embed, rows, anchors=_DISTANCE_ANCHORS)
     distance = AnchorDistance(weights, divergence, num_texts=tuning.drift_texts)
