@@ -6,7 +6,8 @@
               Publisher.judge         training copy, serving drafter and anchor are replayed on validation texts
               Publisher.conclude      the better copy is published: staged for the engine's next step
               Bandit.ended            gain and cost update the arm's value and the ledger
-    observe   Publisher.watch         later texts are scored; an alarm rolls the weights back (Publisher.roll_back)
+    observe   Publisher.watch         later texts are queued
+    work      Publisher.score         they are scored; an alarm rolls the weights back (Publisher.roll_back)
 
 Every decision is an event with its reason. All calls come from one thread, which calls `recover` after any exception.
 """
@@ -60,6 +61,7 @@ class Learner:
         self.paused = False
         self.log = publisher.log
         self.sampler = feedback.sampler
+        self.replay = feedback.buffers.replay
         self.training = training
         self.weights = bootstrap.weights
         self._bootstrap = bootstrap
@@ -69,6 +71,7 @@ class Learner:
         self._policy = feedback.policy
         self._publisher = publisher
         self._job: Pieces[None] | None = None  # an update under way
+        self._scoring: Pieces[None] | None = None  # a text that is being scored, before the update goes on
 
     def observe(self, feedback: QueryFeedback) -> FilteredQuery:
         """Observe one finished query: as a training sample, a validation text, or neither."""
@@ -80,9 +83,7 @@ class Learner:
         if filtered.changed:
             self._publisher.traffic_changed()
             self.log.add("changed", "other_words")
-        alarm = self._publisher.watch(feedback.query, filtered)
-        if alarm is not None:
-            self._roll_back(alarm.reason, {"statistic": alarm.statistic, "limit": alarm.limit})
+        self._publisher.watch(feedback.query, filtered)
         if self._job is None:  # an update under way is charged when it ends
             self._charge()
         self._feedback.choose_share(
@@ -90,23 +91,37 @@ class Learner:
         )
         return filtered
 
-    @property
-    def waits(self) -> bool:
-        """Whether the training process computes a piece of an update; scoring a query may need that process too."""
-        return self.training.waits
-
     def work(self) -> bool:
-        """Do the next piece of an update, an optimizer step or a replay, and begin an update if one is due. Returns
-        whether a piece was done."""
+        """Do the next piece of work, an optimizer step or a replay, and begin an update if one is due. Returns whether
+        a piece was done."""
         self._keep_texts()
-        job = (self._job or self._due()) if self.waits or self.training.time.may_compute else None
-        if job is None:
+        if self.training.time.may_compute:
+            self.training.go_on()
+        elif not self.training.waits:
             return False
-        self._job = None
+        if self._scoring is None and self._publisher.unscored and not self.training.waits:
+            self._scoring = self._score()
+        scoring, self._scoring = self._scoring, None
+        if scoring is not None:
+            self._scoring = self._advanced(scoring)
+            return True
+        job, self._job = self._job or self._due(), None
+        if job is not None:
+            self._job = self._advanced(job)
+        return job is not None
+
+    def _advanced(self, job: Pieces[None]) -> Pieces[None] | None:
+        """Do the next piece of a job. Returns the job, or None at its end."""
         with suppress(StopIteration), self.training.time.spent():
             next(job)
-            self._job = job
-        return True
+            return job
+        return None
+
+    def _score(self) -> Pieces[None]:
+        """Score a text, and roll the weights back if that raises an alarm."""
+        alarm = yield from self._publisher.score()
+        if alarm is not None:
+            self._roll_back(alarm.reason, {"statistic": alarm.statistic, "limit": alarm.limit})
 
     def _due(self) -> Pieces[None] | None:
         """Return the due work in pieces: a first drafter, an arm's update, or a rehearsal in idle time. Returns None if
@@ -121,8 +136,8 @@ class Learner:
             return self._solve()
         lesson = self._feedback.due()
         if lesson is None and self._bootstrap.trains and self.training.time.is_idle:
-            replay, pass_updates = self._feedback.buffers.replay, self._feedback.buffers.updates_of_pass
-            if self._idle.may_begin(replay.num_added, num_kept=len(replay), pass_updates=pass_updates):
+            pass_updates = self._feedback.buffers.updates_of_pass
+            if self._idle.may_begin(self.replay.num_added, num_kept=len(self.replay), pass_updates=pass_updates):
                 lesson = self._feedback.rehearsal()
         return None if lesson is None else self._update(lesson)
 
@@ -153,7 +168,7 @@ class Learner:
                 self._publisher.forget_gain()
             if not report.applied:
                 if report.outcome != "nothing_to_learn":
-                    self._feedback.buffers.replay.drop_taken()
+                    self.replay.drop_taken()
                 self.log.add("discarded", report.outcome, {"seconds": report.seconds})
         except GeneratorExit:
             self._feedback.buffers.put_back()
@@ -199,6 +214,9 @@ class Learner:
 
     def abandon(self) -> None:
         """Undo the update under way, if any, and return its samples to their buffer."""
+        scoring, self._scoring = self._scoring, None
+        if scoring is not None:
+            scoring.close()
         job, self._job = self._job, None
         if job is None:
             return
@@ -216,14 +234,14 @@ class Learner:
         self.abandon()
         self.log.add("failed", error)
         self._charge()
-        self._feedback.buffers.replay.drop_taken()
+        self.replay.drop_taken()
         self._publisher.start_over()
 
     def forget(self, scope: str | None) -> None:
         """Forget all texts of a scope, or of all scopes if it is None. What weights and sums have learnt stays."""
         self.abandon()
         self._feedback.forget(scope)
-        self._publisher.distance.forget(scope)
+        self._publisher.forget(scope)
         self._keep_texts(forgot=True)
 
     def pause(self, reason: str = "operator") -> None:
@@ -278,12 +296,11 @@ class Learner:
     def keep_texts_in(self, file: ReplayFile) -> None:
         """Load the texts in a file, and keep the replay buffer there. Raises ValueError for a file that is not this
         server's."""
-        replay = self._feedback.buffers.replay
-        replay.restore(file.read())
-        replay.file = file
+        self.replay.restore(file.read())
+        self.replay.file = file
 
     def _keep_texts(self, *, forgot: bool = False, at_end: bool = False) -> None:
-        self.log.storing(partial(self._feedback.buffers.replay.keep, forgot=forgot, at_end=at_end))
+        self.log.storing(partial(self.replay.keep, forgot=forgot, at_end=at_end))
 
     def restore(self) -> None:
         """Load what an earlier process saved; called once, before the engine's first step."""
@@ -340,10 +357,11 @@ def build_learner(
     serves: bool = True,
     tuning: Tuning | None = None,
     policy: Bandit | None = None,
+    threads: int = 1,
 ) -> Learner:
     """Build a learner and its parts. `serves`: whether an engine runs in this process; `policy`: replaces the
-    configured one in benchmarks. A drafter served in bf16 is trained and replayed in bf16 where such products are
-    faster. Raises ValueError for a configuration that is not possible."""
+    configured one in benchmarks; `threads`: those of a training process. A drafter served in bf16 is trained and
+    replayed in bf16 where such products are faster. Raises ValueError for a configuration that is not possible."""
     tuning = tuning or Tuning()
     weights, autocast = copies_of(drafter, config, tuning, folder)
     rows = untrained_rows(weights.anchor, drafter.target_head)
@@ -354,7 +372,8 @@ def build_learner(
     pauses = Pauses(needed=config.enabled == "auto" and not asked_for)
     timing = TrainingTime(weights.train_device, policy.covers, pauses)
     train_in = config.train_in if serves else "thread"
-    training = Training(trainer, training_process(drafter, weights, trainer, timing, train_in), timing)
+    process = training_process(drafter, weights, trainer, timing, train_in, threads)
+    training = Training(trainer, process, timing)
     # Replicas record every query: none of them knows what the others' queries promise.
     least = 0.0 if config.redis_url is None else 1.0
     sampler = RecordingSampler(tuning.recorded_share, least=least, may=pauses.suffice)

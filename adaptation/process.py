@@ -9,6 +9,7 @@ import contextlib
 import mmap
 import os
 import pickle
+import signal
 import socket
 import subprocess
 import sys
@@ -47,10 +48,12 @@ _LEAST_SHARE = 1 / 16
 _UNKNOWN_SECONDS = 4.0
 """CPU seconds assumed for the imports (measured), and for the first request of each kind."""
 _ALIGNMENT = 64  # bytes
+_PR_SET_PDEATHSIG = 1  # Linux's prctl: the signal that a process gets when the thread that started it ends
 _MIN_WEIGHTS = 1_000_000
 """Smallest drafter that gets a process: an update of a smaller one takes milliseconds, and a process costs 260 MB."""
 _CHILD = """
-import contextlib, os, signal, sys
+import contextlib, ctypes, os, signal, sys
+ctypes.CDLL(None).prctl({die_with_parent}, signal.SIGKILL)  # one that is stopped does not see the connection close
 signal.signal(signal.SIGINT, signal.SIG_IGN)  # meant for the server, which closes the connection
 os.nice(19)  # for sandboxes that know no idle priority
 with contextlib.suppress(OSError): os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
@@ -69,6 +72,7 @@ class Setup:
     rules: Rules
     seed: int
     head: str | None  # name of the target's output rows among the shared tensors
+    threads: int  # of torch's operations
     shared: Mapping[str, Tensor]  # meta tensors: shapes and types, in the order in which they lie in memory
 
 
@@ -86,6 +90,8 @@ class TrainingProcess:
         the process."""
         self.num_started = 0
         self.is_asked = False  # whether a request is under way
+        self._stopped = False
+        self._may_stop = False  # whether a request is under way for which no command waits
         self._memory = memory
         self._setup = setup
         self._time = time
@@ -95,7 +101,7 @@ class TrainingProcess:
         self._longest: dict[str, float] = {}  # CPU seconds, by kind of request
         self._imports = 0.0  # CPU seconds allowed for the imports; 0 after the first answer
         self._num_lost = 0  # processes that did not answer in time, in a row
-        self._closing = threading.Lock()
+        self._signalling = threading.Lock()  # also held to close the process
         weakref.finalize(self, os.close, memory)
 
     @property
@@ -104,15 +110,24 @@ class TrainingProcess:
         process = self._process
         return None if process is None else process.pid
 
+    @property
+    def is_stopped(self) -> bool:
+        """Whether a request to the process waits for `go_on`."""
+        return self._stopped and self.is_asked
+
     def start(self) -> None:
-        """Start the process unless it runs. The next request waits for its imports, some seconds. Raises OSError."""
+        """Start the process unless it runs. It ends with the calling thread. The next request waits for its imports,
+        some seconds. Raises OSError."""
         if self._connection is not None:
             return
         ours, theirs = socket.socketpair()
         with ours, theirs:
-            program = _CHILD.format(path=sys.path, memory=self._memory, talk=theirs.fileno())
+            program = _CHILD.format(
+                die_with_parent=_PR_SET_PDEATHSIG, path=sys.path, memory=self._memory, talk=theirs.fileno()
+            )
             self._process = subprocess.Popen(
                 [sys.executable, "-c", program],
+                env={**os.environ, "OMP_WAIT_POLICY": "PASSIVE"},  # or threads that wait for others take their cores
                 stdin=subprocess.DEVNULL,
                 pass_fds=(self._memory, theirs.fileno()),
             )
@@ -142,12 +157,27 @@ class TrainingProcess:
         self._revive()
         return cast(float, (yield from self._ask("replay", example)))
 
+    def stop(self) -> None:
+        """Stop the process at once if it computes, until `go_on`. May be called from any thread."""
+        with self._signalling:
+            if self._may_stop and not self._stopped and self._process is not None:
+                self._process.send_signal(signal.SIGSTOP)
+                self._stopped = True
+
+    def go_on(self) -> None:
+        """Continue after `stop`. May be called from any thread."""
+        with self._signalling:
+            if self._stopped and self._process is not None:
+                self._process.send_signal(signal.SIGCONT)
+            self._stopped = False
+
     def close(self) -> None:
         """End the process, by force if it computes or does not end. The next request starts another one."""
-        with self._closing:
+        self.go_on()
+        with self._signalling:
             process, connection = self._process, self._connection
             self._process = self._connection = None
-            busy, self.is_asked = self.is_asked, False
+            busy, self.is_asked, self._may_stop = self.is_asked, False, False
         if process is not None and busy:
             process.kill()
             wait([self._answer], _ENDING_SECONDS)  # the exchange thread still uses the connection
@@ -171,7 +201,11 @@ class TrainingProcess:
         waits a few seconds for the answer."""
         if self._connection is None:
             raise TrainingLost("the training process was ended")
-        self.is_asked = True
+        self.is_asked, self._may_stop = True, call != "abandon"
+        if self._time.may_compute or not self._may_stop:
+            self.go_on()
+        else:
+            self.stop()
         self._answer = _exchanged(self._connection, (call, given, named))
         work = self._longest.get(call, _UNKNOWN_SECONDS) + self._imports
         seconds = max(_ENDING_SECONDS, work / _LEAST_SHARE) * 2**self._num_lost
@@ -180,13 +214,15 @@ class TrainingProcess:
         waited = 0.0  # seconds in this loop, without other work of this thread
         try:
             while not wait([self._answer], _POLL_SECONDS).done:
-                waited += _POLL_SECONDS
+                waited += 0.0 if self.is_stopped else _POLL_SECONDS
                 if waited > seconds:
                     self._num_lost += 1
                     self.close()
                     raise TrainingLost(f"the training process has not answered within {seconds:.0f} seconds")
                 yield
         except GeneratorExit:
+            self._may_stop = False
+            self.go_on()
             if not wait([self._answer], _ENDING_SECONDS).done:
                 self.close()
             self.is_asked = False
@@ -199,7 +235,8 @@ class TrainingProcess:
         except (EOFError, OSError) as error:
             self.close()
             raise TrainingLost("the training process has died") from error
-        self.is_asked, self._imports, self._num_lost = False, 0.0, 0
+        self.is_asked = self._may_stop = False
+        self._imports, self._num_lost = 0.0, 0
         result, failure, seconds = cast(tuple[object, str | None, float], answer)
         self._longest[call] = max(seconds, self._longest.get(call, 0.0))
         self._time.add_process_seconds(seconds)
@@ -216,7 +253,7 @@ class Training:
         self.process = process
         self.time = time
         self.pace = Pace()
-        time.disturbs = process is None
+        time.process = process
         self.num_updates: Counter[Arm] = Counter()
         self.num_unjudged = 0  # updates since the training copy was judged
 
@@ -224,6 +261,13 @@ class Training:
     def waits(self) -> bool:
         """Whether a request to the training process is under way."""
         return self.process is not None and self.process.is_asked
+
+    def go_on(self) -> None:
+        """Continue the training process if an engine step has stopped it."""
+        if self.process is not None:
+            self.process.go_on()
+            if not self.time.may_compute:  # a step has begun meanwhile
+                self.process.stop()
 
     def start(self) -> None:
         """Start the training process, if there is one. Raises OSError."""
@@ -248,9 +292,11 @@ def training_process(
     trainer: OnlineTrainer,
     time: TrainingTime,
     train_in: Literal["auto", "process", "thread"],
+    threads: int,
 ) -> TrainingProcess | None:
     """Build the client of the training process, which computes on the trainer's weights and optimizers in shared
-    memory. Returns None if this process trains. Raises ValueError if a process is required and not possible."""
+    memory, with this many threads. Returns None if this process trains. Raises ValueError if a process is required and
+    not possible."""
     if not _in_its_own_process(train_in, drafter, weights):
         return None
     table, head = drafter.embedding, drafter.target_head
@@ -266,6 +312,7 @@ def training_process(
         rules=trainer.rules,
         seed=trainer.seed,
         head=None if head is None else _EMBEDDING if is_tied else _HEAD,
+        threads=threads,
         shared={name: tensor.to("meta") for name, tensor in tensors.items()},
     )
     return TrainingProcess(memory, setup, time)
@@ -326,17 +373,19 @@ def main(memory: int, talk: int) -> None:
     try:
         setup = cast(Setup, _received(connection))
         use_threads(1)
+        torch.set_num_threads(setup.threads)  # of torch's operations alone; compiled kernels use one
         calls = _calls(setup, mapped(memory, setup.shared), connection)
         while True:
             name, given, named = cast(tuple[str, tuple[object, ...], dict[str, object]], _received(connection))
-            began, result, failure = time.process_time(), None, None
+            began, result, failure = time.thread_time(), None, None
             try:
                 result = calls[name](*given, **named)
             except (EOFError, OSError):
                 raise
             except Exception:
                 failure = traceback.format_exc()
-            _send(connection, (result, failure, time.process_time() - began))
+            # Of this thread, which takes part in all that several compute: as long as they run together.
+            _send(connection, (result, failure, time.thread_time() - began))
     except (EOFError, OSError):
         return
 

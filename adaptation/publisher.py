@@ -7,6 +7,7 @@ or an operator rolls them back.
 """
 
 import math
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist, fmean, stdev
@@ -22,7 +23,7 @@ from adaptation.policy import Judgement
 from adaptation.process import Training
 from adaptation.records import EventLog, GateReason, NotStored
 from adaptation.samples import ValidationSet, ValidationText
-from adaptation.timing import Pieces, completed
+from adaptation.timing import Pieces
 from adaptation.trainer import UpdateReport
 from adaptation.weights import ANCHOR, DrafterWeights, Version
 from drafters.feedback import Query
@@ -170,6 +171,7 @@ class Publisher:
         self._weights: DrafterWeights = bootstrap.weights
         self._validation = validation
         self._training = training
+        self.unscored = deque[tuple[ValidationText, bool]](maxlen=tuning.unscored_texts)  # and whether held out
         self.num_refused = 0  # since the training copy started over or was published
         self._best_gain = -math.inf  # of a training copy while nothing serves
         self._gained: tuple[float, float] | None = _NO_GAIN  # gain of the training copy, standard error; None: unknown
@@ -237,22 +239,33 @@ class Publisher:
             self.start_over()
         self.log.storing(lambda: bootstrap.keep(always=True))
 
-    def watch(self, query: Query, filtered: FilteredQuery) -> Alarm | None:
-        """Score a validation text, or any text while the served weights are new. Returns an alarm, or None. Queries
-        that older weights served are not scored."""
+    def watch(self, query: Query, filtered: FilteredQuery) -> None:
+        """Queue a validation text to be scored, or any text while the served weights are new. Queries that older
+        weights served are not scored."""
         if filtered.validates and filtered.text is not None:
             self.distance.add(filtered.text)
         is_current = query.first_version == query.version == self._weights.newest
         if is_current:
             self.monitor.served(query)
         if not is_current or self._weights.latest.origin == ANCHOR:
-            return None
+            return
+        if filtered.text is not None and (filtered.validates or self.monitor.on_probation):
+            self.unscored.append((filtered.text, filtered.validates))
+
+    def score(self) -> Pieces[Alarm | None]:
+        """Score the oldest queued text, if it still has to be. Returns an alarm, or None."""
+        text, validates = self.unscored.popleft()
         probing = self.monitor.take_probation()
-        if filtered.text is None or not (filtered.validates or probing):
+        if not (validates or probing):
             return None
-        with self._training.time.spent():
-            scores = completed(self.evaluator.scored(filtered.text, with_previous=probing))
+        scores = yield from self.evaluator.scored(text, with_previous=probing)
         return self.monitor.observe(scores)
+
+    def forget(self, scope: str | None) -> None:
+        """Drop the texts of a scope, or all texts if it is None."""
+        self.distance.forget(scope)
+        kept = (each for each in self.unscored if scope not in (None, each[0].scope))
+        self.unscored = deque(kept, self.unscored.maxlen)
 
     @property
     def watches_closely(self) -> bool:
@@ -322,7 +335,7 @@ class Publisher:
             return False
         self.evaluator.published()
         self.num_refused, self._gained = 0, _NO_GAIN
-        self.monitor.weights_changed()
+        self._watch_others()
         self.monitor.predicted_gain += decision.gain / decision.serving_mean
         return True
 
@@ -342,8 +355,13 @@ class Publisher:
 
     def _serves_others(self) -> None:
         """Restart the monitor and the training copy, because the serving weights did not come from an update."""
-        self.monitor.weights_changed()
+        self._watch_others()
         self.start_over()
+
+    def _watch_others(self) -> None:
+        """Restart the monitor, because other weights are served."""
+        self.monitor.weights_changed()
+        self.unscored.clear()
 
     def _anchor_changed(self) -> None:
         self.evaluator.anchor_changed()

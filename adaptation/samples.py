@@ -36,7 +36,7 @@ _LEAST_ANSWER = 4  # least labelled tokens: fewer cannot score a drafter
 _MISSED_MEMORY = 512  # rejected positions in the running mean of 1 - r
 _WAITING_FOR_SUMS = 256  # texts from which a drafter is yet to be made
 _MAX_POSITIONS = 4096  # rejected positions in all buffers
-_HURRIED_SHARE = 0.5  # minimum share of queries held out while the validation set is not full
+_HURRIED_SHARE = 0.5  # minimum share of queries held out while the validation set is less than a quarter full
 
 
 @dataclass(frozen=True, slots=True)
@@ -345,8 +345,8 @@ def without(scope: str | None, texts: "deque[ValidationText]") -> "deque[Validat
 class ValidationSet:
     """Holds the latest texts of a random share of the queries. These queries are never trained on.
 
-    Until the set is full, about every second query is held for validation. After a change of traffic, only later texts
-    are current.
+    Until the set is a quarter full, about every second query is held for validation. After a change of traffic, only
+    later texts are current.
     """
 
     def __init__(self, *, share: float, enough: int, max_texts: int, rng: random.Random) -> None:
@@ -354,6 +354,7 @@ class ValidationSet:
         self._enough = enough
         self._rng = rng
         self._number = 0
+        self._max_texts = max_texts
         self._texts: deque[ValidationText] = deque(maxlen=max_texts)
         self._first_current = 0  # number of the first text since the last change of traffic
 
@@ -375,7 +376,7 @@ class ValidationSet:
     @property
     def is_full(self) -> bool:
         """Whether the set is full of texts since the last change of traffic."""
-        return len(self.current) == self._texts.maxlen
+        return len(self.current) == self._max_texts
 
     def traffic_changed(self) -> None:
         """Count only texts from now on as current."""
@@ -383,7 +384,8 @@ class ValidationSet:
 
     def draws(self) -> bool:
         """Draw at random whether the next query is held for validation."""
-        return self._rng.random() < (self._share if self.is_full else max(self._share, _HURRIED_SHARE))
+        hurries = len(self.current) < self._max_texts // 4
+        return self._rng.random() < (max(self._share, _HURRIED_SHARE) if hurries else self._share)
 
     def number(self, example: Example, scope: str) -> ValidationText:
         """Give a text its number, without adding it to the set."""

@@ -1,11 +1,11 @@
-"""Decides when training may compute: while the server is idle, or while the ledger covers how much training slows
-serving."""
+"""Decides when training may compute: in the server's pauses, or, on a server without pauses, while the ledger covers
+how much training slows serving."""
 
 import contextlib
 import math
 import time
 from collections.abc import Callable, Generator, Hashable, Iterator
-from typing import TypeVar, cast
+from typing import Protocol, TypeVar, cast
 
 import torch
 
@@ -31,9 +31,10 @@ _LEAST_DELAY = 0.05  # least relative delay: caches and memory are shared at any
 _MEMORY_STEPS = 128  # window of a mean step time
 _NEW_SHARE = 1 / 16  # of the replay buffer: fewer new texts hardly change what a pass in vain has learnt
 _BETWEEN_STEPS_SECONDS = 0.05  # serving counts as busy for this long after a step: longer than the gap before the next
+_UNUSED_SECONDS = 0.15  # of a pause: those above, and until the learning thread looks again
 _LEAST_IDLE = 0.05  # least share of idle time that counts as pauses: less is the clients' own delay
 _REMEMBERED_SECONDS = 86_400.0  # over which that share is taken: what was recorded by day trains at night
-_LONGEST_STEP_SECONDS = 1.0  # serving counts as busy for this long after the start of a step without a recorded end
+_LONGEST_STEP_SECONDS = 30.0  # serving counts as busy for this long after the start of a step without a recorded end
 
 
 class StepDelay:
@@ -61,28 +62,46 @@ class StepDelay:
         return delay / (1.0 + delay)
 
 
+class Stoppable(Protocol):
+    """Training that computes beside this process and can be stopped at once, amid a piece of work."""
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether it was stopped and not continued."""
+        ...
+
+    def stop(self) -> None:
+        """Stop computing."""
+
+
 class Pauses:
     """Measures the share of the time since the first step in which the server was idle."""
 
     def __init__(self, *, needed: bool = False) -> None:
         """`needed`: learning may take nothing from a server without pauses."""
-        self._needed = needed
+        self.needed = needed
         self._idle_seconds = self._seconds = 0.0
 
-    def add(self, seconds: float, *, idle: bool = False) -> None:
-        """Add a step, or the time between two. Called by the engine's thread."""
+    def add(self, seconds: float, *, idle_seconds: float = 0.0) -> None:
+        """Add a step, or the time between two with what was idle of it. Called by the engine's thread."""
         kept = math.exp(-seconds / _REMEMBERED_SECONDS)
         self._seconds = self._seconds * kept + seconds
-        self._idle_seconds = self._idle_seconds * kept + seconds * idle
+        self._idle_seconds = self._idle_seconds * kept + idle_seconds
+
+    @property
+    def exist(self) -> bool:
+        """Whether the server has pauses to train in."""
+        return self._idle_seconds > _LEAST_IDLE * self._seconds
 
     def suffice(self) -> bool:
         """Whether learning may take time from serving: the server has pauses, or none are needed."""
-        return not self._needed or self._idle_seconds > _LEAST_IDLE * self._seconds
+        return not self.needed or self.exist
 
 
 class TrainingTime:
     """Measures the seconds of training and what they take from serving, and decides whether training may go on: always
-    while the server is idle, else as long as the ledger covers what was taken."""
+    while the server is idle; beside requests only on a server without pauses, as long as the ledger covers what was
+    taken."""
 
     def __init__(
         self,
@@ -95,7 +114,7 @@ class TrainingTime:
         """`device`: device of the training thread; `covers`: returns whether the ledger covers this many more seconds;
         `pauses`: measures them, and may forbid to take any."""
         self.seconds = 0.0
-        self.disturbs = True  # whether training slows simultaneous steps: a training process runs at idle priority
+        self.process: Stoppable | None = None  # None: the training thread computes
         self._covers = covers
         self._cpu_clock = time.thread_time if device.type == "cpu" else time.perf_counter
         self._clock = clock
@@ -108,7 +127,7 @@ class TrainingTime:
     @contextlib.contextmanager
     def spent(self) -> Iterator[None]:
         """Context manager that measures training seconds, and charges what they take from serving if serving is busy at
-        the end."""
+        the end and has not stopped the process."""
         began, self._computes = self._cpu_clock() + self._process_seconds, True
         try:
             yield
@@ -116,7 +135,7 @@ class TrainingTime:
             self._computes = False
             seconds = self._cpu_clock() + self._process_seconds - began
             self.seconds += seconds
-            self._uncharged += 0.0 if self.is_idle else seconds * self.taken_share
+            self._uncharged += 0.0 if self.is_idle or self._is_stopped else seconds * self.taken_share
 
     def add_process_seconds(self, seconds: float) -> None:
         """Add CPU seconds of the training process to the context under way."""
@@ -127,17 +146,28 @@ class TrainingTime:
         the engine's thread."""
         self._step_ended_at = self._clock()
         self.pauses.add(seconds)
-        trains = self._computes
+        trains = self._computes and not self._is_stopped
         self._delay.observe(variant, seconds, trains=trains)
-        return not (trains and self.disturbs)
+        return not trains or self.process is not None  # beside a process at idle priority budgets learn all the same
 
     def stepping(self) -> None:
-        """Record the start of an engine step. Called by the engine's thread."""
+        """Record the start of an engine step that has work, and stop a training process that can go on in the next
+        pause. Called by the engine's thread."""
         now = self._clock()
         between = now - max(self._step_began_at, self._step_ended_at)
         if between < math.inf:
-            self.pauses.add(between, idle=between > _BETWEEN_STEPS_SECONDS)
+            self.pauses.add(between, idle_seconds=max(0.0, between - _UNUSED_SECONDS))
         self._step_began_at = now
+        if self.process is not None and self.pauses.exist:
+            self.process.stop()
+
+    def skip_pause(self) -> None:
+        """Do not count the time since the last step, in which the server could not serve, as a pause."""
+        self._step_began_at = self._step_ended_at = -math.inf
+
+    @property
+    def _is_stopped(self) -> bool:
+        return self.process is not None and self.process.is_stopped
 
     @property
     def is_idle(self) -> bool:
@@ -160,8 +190,9 @@ class TrainingTime:
 
     @property
     def may_compute(self) -> bool:
-        """Whether training may go on: the server is idle, or the ledger covers what was taken from it."""
-        return self.is_idle or (self.pauses.suffice() and self._covers(self._uncharged))
+        """Whether training may go on: the server is idle, or has no pauses and the ledger covers what was taken."""
+        may_disturb = not (self.pauses.needed or self.pauses.exist)
+        return self.is_idle or (may_disturb and self._covers(self._uncharged))
 
 
 class IdleTime:

@@ -35,11 +35,6 @@ _MAX_NICENESS = 19
 class Loop(Protocol):
     """Interface of the learner that the thread runs."""
 
-    @property
-    def waits(self) -> bool:
-        """Whether a piece of an update is computed in another process; until it ends, the thread runs only commands."""
-        ...
-
     def observe(self, feedback: QueryFeedback) -> object:
         """Observe one finished query."""
 
@@ -89,10 +84,10 @@ class Inbox:
             answer.cancel()
         return answer
 
-    def take(self, timeout_seconds: float, *, queries: bool = True) -> QueryFeedback | _Command | None:
-        """Remove and return the next command or, with `queries`, the next query. Returns None after a timeout, or if
-        the thread is stopping."""
-        waiting = (self._commands, self.queries) if queries else (self._commands,)
+    def take(self, timeout_seconds: float) -> QueryFeedback | _Command | None:
+        """Remove and return the next command, else the next query. Returns None after a timeout, or if the thread is
+        stopping."""
+        waiting = (self._commands, self.queries)
         with self._ready:
             if not (any(waiting) or self.stopping):
                 self._ready.wait(timeout_seconds)
@@ -206,7 +201,7 @@ class Worker:
 
     def _turn(self) -> None:
         """Run one command, else observe one query, else do one piece of an update."""
-        taken = self.inbox.take(self._pause_seconds, queries=not self.loop.waits)
+        taken = self.inbox.take(self._pause_seconds)
         if isinstance(taken, tuple):
             self._attempt("command", partial(_carry_out, *taken))
         elif taken is not None:

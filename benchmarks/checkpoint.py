@@ -1,9 +1,10 @@
 """`python -m benchmarks checkpoint`: write a model to measure costs with, and a drafter for it in FOLDER/drafter.
 
-`deepened` makes a model K times as deep: after each of its layers stand K - 1 copies of it whose two output matrices
-are zero, so that they add nothing. A step costs what K times the layers cost, while texts and drafts are those of the
-model itself, bit for bit: real text beside an expensive target. Its drafter stays as it is, and reads the same states
-at the layers' new numbers. A GGUF file keeps its blocks.
+`deepened` makes a model K times as deep: after each of its layers stand copies of it whose two output matrices are
+zero, so that they add nothing. A step costs what K times the layers cost, while texts and drafts are those of the model
+itself, bit for bit: real text beside an expensive target. The last two layers have no copies, since a new drafter
+begins as a copy of these. A trained drafter stays as it is, and reads the same states at the layers' new numbers. A
+GGUF file keeps its blocks.
 
 `experts` puts experts in place of each feed-forward, which are all equal to it, behind a random router: a step costs
 what that of a mixture of experts does, while texts and drafts are the model's own. The result is of type `mixtral`.
@@ -159,9 +160,10 @@ def deepened(model: PreTrainedModel, copies: int) -> PreTrainedModel:
     deep = copy.deepcopy(model)
     text, layers = deep.config.get_text_config(), decoder_layers(deep)
     text.update(_changes(text.to_dict(), copies))
-    for index in range(copies * len(layers)):
-        if index % copies:
-            layers.insert(index, added := copy.deepcopy(layers[index - 1]))
+    own = list(layers)
+    for place, layer in enumerate(layers_in(len(own), copies)):
+        if place != place_of(layer, len(own), copies):
+            layers.insert(place, added := copy.deepcopy(own[layer]))
             for name in filter(_OUTPUTS.search, dict(added.named_parameters())):
                 added.get_parameter(name).zero_()
     tokens = torch.arange(16, device=model.device)[None]
@@ -216,7 +218,7 @@ def write_deepened_file(file: Path, described: Mapping[str, Any], copies: int, o
     architecture = reader.fields["general.architecture"].contents()
     count = reader.fields[f"{architecture}.block_count"]
     changed = {count.name: MetadataDetails(count.types[0], copies * count.contents())}
-    tensors = [deep for tensor in reader.tensors for deep in _deep_tensors(tensor, copies)]
+    tensors = [deep for tensor in reader.tensors for deep in _deep_tensors(tensor, count.contents(), copies)]
     return _write_changed(reader, architecture, tensors, changed, out)
 
 
@@ -233,7 +235,7 @@ def _write_changed(
     return torch.from_numpy(dequantize(embedding.data, embedding.tensor_type).copy())
 
 
-def _deep_tensors(tensor: ReaderTensor, copies: int) -> list[ReaderTensor]:
+def _deep_tensors(tensor: ReaderTensor, layers: int, copies: int) -> list[ReaderTensor]:
     """Return a tensor for each layer that its own becomes. Raises StartupError for a type without known zeros."""
     layer = _LAYER.fullmatch(tensor.name)
     if layer is None:
@@ -242,8 +244,9 @@ def _deep_tensors(tensor: ReaderTensor, copies: int) -> list[ReaderTensor]:
     if is_output and tensor.tensor_type.name not in ZEROED:
         raise StartupError(f"{tensor.name}: zeros of type {tensor.tensor_type.name} are not known")
     data = np.zeros(tensor.data.shape, tensor.data.dtype) if is_output else tensor.data
-    names = [f"blk.{copies * int(layer[1]) + number}.{layer[2]}" for number in range(copies)]
-    return [tensor._replace(name=names[0]), *(tensor._replace(name=name, data=data) for name in names[1:])]
+    places = [place for place, one in enumerate(layers_in(layers, copies)) if one == int(layer[1])]
+    own, *others = (f"blk.{place}.{layer[2]}" for place in places)
+    return [tensor._replace(name=own), *(tensor._replace(name=name, data=data) for name in others)]
 
 
 def _write_drafter(
@@ -258,9 +261,10 @@ def _write_drafter(
         raise StartupError(str(error)) from error
     if own.target_identity != checkpoint.identity_of(embedding, described):
         raise StartupError(f"drafter {folder} was trained for another model than the one that is changed")
-    copies = changed["num_hidden_layers"] // described["num_hidden_layers"]
-    target, taps = {**own.config.target, **_changes(own.config.target, copies)}, own.config.tap_layers
-    config = replace(own.config, target=target, tap_layers=tuple(copies * layer for layer in taps))
+    layers, taps = described["num_hidden_layers"], own.config.tap_layers
+    copies = changed["num_hidden_layers"] // layers
+    target = {**own.config.target, **_changes(own.config.target, copies)}
+    config = replace(own.config, target=target, tap_layers=tuple(place_of(one, layers, copies) for one in taps))
     identity = checkpoint.identity_of(embedding, changed)
     checkpoint.save_weights(out, config, weights, target_identity=identity, facts={**own.facts, "deepened": copies})
 
@@ -270,8 +274,20 @@ def _changes(described: Mapping[str, Any], copies: int) -> dict[str, Any]:
     entry for each."""
     number = described["num_hidden_layers"]
     lists = {name: value for name, value in described.items() if isinstance(value, list) and len(value) == number}
-    repeated = {name: [one for one in value for _ in range(copies)] for name, value in lists.items()}
+    repeated = {name: [value[layer] for layer in layers_in(number, copies)] for name, value in lists.items()}
     return {**repeated, "num_hidden_layers": copies * number}
+
+
+def layers_in(layers: int, copies: int) -> list[int]:
+    """Return the layer at each place of a model `copies` times as deep: itself at the first of its places."""
+    alone = min(2, layers - 1)  # at the end, without copies; the one before them has theirs too
+    first = [min(place // copies, layers - alone - 1) for place in range(copies * layers - alone)]
+    return [*first, *range(layers - alone, layers)]
+
+
+def place_of(layer: int, layers: int, copies: int) -> int:
+    """Return the place of a layer itself, see `layers_in`."""
+    return layers_in(layers, copies).index(layer)
 
 
 def dummy_config(shape: str) -> PreTrainedConfig:

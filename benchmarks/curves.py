@@ -65,8 +65,6 @@ Counts = Sequence[tuple[int, int]]
 class Collector:
     """Keeps the feedback of all queries, in place of the loop that learns."""
 
-    waits = False
-
     def __init__(self) -> None:
         self.queries: list[QueryFeedback] = []
 

@@ -24,6 +24,7 @@ from transformers import PreTrainedModel
 
 from benchmarks.checkpoint import Out, read_model
 from benchmarks.own_prompts import OWN_NOTATION, tool_calls
+from drafters.training.fit import bf16_is_faster
 from service.bench.commands import Seed
 from service.bench.experiment import counted
 from service.config import LoadedConfig
@@ -119,7 +120,7 @@ def tune(model: PreTrainedModel, chats: Sequence[Chat], *, end: int, steps: int,
     """Train the model on the answers, each with the token `end` after it; the embedding stays. `rank`: of additions to
     the linear layers, which are merged afterwards; None: all weights are trained. Its type stays, too."""
     torch.manual_seed(seed)
-    rng, dtype = random.Random(seed), model.dtype
+    rng, dtype, autocast = random.Random(seed), model.dtype, bf16_is_faster(model.device)
     model.float().requires_grad_(False)
     layers = [module for module in model.get_submodule("model.layers").modules() if isinstance(module, nn.Linear)]
     for layer in layers:
@@ -133,7 +134,7 @@ def tune(model: PreTrainedModel, chats: Sequence[Chat], *, end: int, steps: int,
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, rate, total_steps=steps)
     with counted(steps, "fine-tuning") as advance:
         for _ in range(steps):
-            loss = _loss(model, rng.choices(chats, k=_BATCH), end)
+            loss = _loss(model, rng.choices(chats, k=_BATCH), end, autocast=autocast)
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -145,7 +146,7 @@ def tune(model: PreTrainedModel, chats: Sequence[Chat], *, end: int, steps: int,
     nn.Module.to(model, dtype).eval()
 
 
-def _loss(model: PreTrainedModel, chats: Sequence[Chat], end: int) -> Tensor:
+def _loss(model: PreTrainedModel, chats: Sequence[Chat], end: int, *, autocast: bool) -> Tensor:
     """Mean cross-entropy of the answers' tokens. # -> scalar"""
     cut = [(prompt[-_MOST_TOKENS:], [*answer, end][:_MOST_TOKENS]) for prompt, answer in chats]
     tokens = pad_sequence([torch.tensor(prompt + answer) for prompt, answer in cut], batch_first=True)
@@ -155,7 +156,7 @@ def _loss(model: PreTrainedModel, chats: Sequence[Chat], end: int) -> Tensor:
         padding_value=_IGNORED,
     )
     rows = wanted[:, 1:] != _IGNORED
-    with torch.autocast("cpu", dtype=torch.bfloat16):
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
         states = model.get_submodule("model")(input_ids=tokens).last_hidden_state[:, :-1]
         logits = model.get_output_embeddings()(states[rows])
     return cross_entropy(logits.float(), wanted[:, 1:][rows])

@@ -1,8 +1,6 @@
 """A stream of queries in turns, and policies that answer them, each learning in its own turns only."""
 
-import os
 import random
-import signal
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -87,7 +85,9 @@ class Learning:
 
     def go_on(self) -> None:
         """Let learning run."""
-        self._signal(signal.SIGCONT)
+        if self._process is not None:
+            self._process.go_on()
+        self._adaptive.learner.training.time.skip_pause()
         self._standing.clear()
         self._free.set()
 
@@ -97,7 +97,8 @@ class Learning:
         self._free.clear()
         if not self._standing.wait(_PATIENCE_SECONDS):
             raise StartupError(f"learning does not stand still after {_PATIENCE_SECONDS:.0f} s; the log says why")
-        self._signal(signal.SIGSTOP)
+        if self._process is not None:
+            self._process.stop()
         asked.cancel()
 
     def counts(self) -> Counts:
@@ -115,11 +116,6 @@ class Learning:
         self.go_on()
         self._adaptive.stop()
 
-    @property
-    def waits(self) -> bool:
-        """As of the wrapped loop."""
-        return self._loop.waits
-
     def observe(self, feedback: QueryFeedback) -> object:
         """Learn from a query, once not held."""
         self.stand()
@@ -135,11 +131,6 @@ class Learning:
         while not self._free.is_set():
             self._standing.set()
             self._free.wait()
-
-    def _signal(self, number: int) -> None:
-        pid = None if self._process is None else self._process.pid
-        if pid is not None:
-            os.kill(pid, number)
 
 
 @dataclass(frozen=True, slots=True)

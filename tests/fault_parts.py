@@ -68,10 +68,6 @@ class Witness:
         self._learner = learner
         self._num_updates = learner.training.num_updates.total()
 
-    @property
-    def waits(self) -> bool:
-        return self._learner.waits
-
     def observe(self, feedback: QueryFeedback) -> FilteredQuery:
         self.turns += 1
         taken = self._learner.observe(feedback)
@@ -82,8 +78,9 @@ class Witness:
         self._learner.forget(scope)
 
     def work(self) -> bool:
+        scores = bool(self._learner._publisher.unscored) or self._learner._scoring is not None
         works = self._learner.work()
-        if works and self._learner._job is None:
+        if works and not scores and self._learner._job is None:
             self.turns += 1
             before, self._num_updates = self._num_updates, self._learner.training.num_updates.total()
             self._note("update" if self._num_updates > before else "discard")

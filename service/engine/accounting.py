@@ -68,9 +68,9 @@ class LearningHooks(Protocol):
         """Guard under which the engine's bookkeeping runs."""
         ...
 
-    def between_steps(self) -> int:
-        """Replace the drafter's weights if new ones are due; they change in no other call. Returns the version of the
-        drafter from now on."""
+    def between_steps(self, *, idle: bool) -> int:
+        """Replace the drafter's weights if new ones are due; they change in no other call. `idle`: the step that begins
+        has nothing to do. Returns the version of the drafter from now on."""
         ...
 
     def stepped(self, stats: StepStats) -> bool:
@@ -110,12 +110,14 @@ class StepAccounting:
         if self._learning is not None:
             self._learning.forgot(scope)
 
-    def start_step(self) -> StepClock:
-        """Let learning replace the drafter's weights, then start the step's clock."""
+    def start_step(self, *, idle: bool) -> StepClock:
+        """Let learning replace the drafter's weights, then start the step's clock. `idle`: the step has nothing to
+        do."""
         learning, drafter = self._learning, self._drafter
         if learning is None:
             return StepClock(self._now)
-        return StepClock(self._now, self.guard.run("weights", learning.between_steps, lambda: drafter.version))
+        begin = partial(learning.between_steps, idle=idle)
+        return StepClock(self._now, self.guard.run("weights", begin, lambda: drafter.version))
 
     def keep(self, step: SentStep, learn: Callable[..., None]) -> tuple[list[FinishStats], StepStats | None]:
         """Do the bookkeeping of a step, each part under a guard of its own; `learn`: `DraftStage.learn`. Returns the

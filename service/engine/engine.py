@@ -196,7 +196,7 @@ class Engine:
         if self._recovery.rejected:
             rejected, self._recovery.rejected = self._recovery.rejected, {}
             return self._end(rejected), None
-        clock = self._accounting.start_step()
+        clock = self._accounting.start_step(idle=self.idle)
         self._claim_slots()
         batch, drafts = self._next_batch()
         if not batch.items:

@@ -73,12 +73,16 @@ class Adaptive:
         """Start learning. `wake` makes an idle engine run one step, so that new weights are served without waiting for
         a request."""
         self.learner.weights.on_staged = wake
+        self.worker.start()
+        self.worker.ask(self._start_process).result()  # before serving, which its imports would slow down
+        self.replicas.start()
+
+    def _start_process(self) -> None:
+        """Start the training process in the thread with which it ends."""
         try:
-            self.learner.training.start()  # before serving, which its imports would slow down
+            self.learner.training.start()
         except OSError as error:
             logger.error("the training process did not start; the first query will try again: %s", error)
-        self.worker.start()
-        self.replicas.start()
 
     def stop(self) -> None:
         """Stop learning, and save its state."""
@@ -161,7 +165,10 @@ def build_adaptive(
         given=source.given,
     )
     with _refusing():
-        learner = build_learner(config, drafter, folder=folder, emit=emit, tuning=tuning, policy=policy)
+        threads = assembly.config.num_threads
+        learner = build_learner(
+            config, drafter, folder=folder, emit=emit, tuning=tuning, policy=policy, threads=threads
+        )
         _keep_texts(learner, assembly.config, parts.identity, network.config)
         worker, replicas = join_replicas(
             config, learner, drafter, tuning, target_identity=assembly.loaded.parts.identity
@@ -298,8 +305,9 @@ class _EngineHooks:
         kind = bool(stats.prompt_tokens), bool(stats.drafted_nodes), stats.verify_rows.bit_length()
         return self.time.stepped(kind, stats.seconds)
 
-    def between_steps(self) -> int:
-        self.time.stepping()
+    def between_steps(self, *, idle: bool) -> int:
+        if not idle:
+            self.time.stepping()
         return self.weights.between_steps()
 
     def ended(self, query: Query) -> None:

@@ -165,7 +165,8 @@ class Bench:
         self.learner.observe(made(seed, version=self.weights.version, **reported))
 
     def update(self) -> bool:
-        """Do the update that is due to its end. # -> whether there was one"""
+        """Score what waits, and do the update that is due to its end. # -> whether there was one"""
+        score(self.learner)
         was_due = self.learner.work()
         while self.learner._job is not None:
             self.learner.work()
@@ -193,6 +194,12 @@ class Bench:
 
     def kinds(self) -> list[str]:
         return [event.kind for event in self.events]
+
+
+def score(learner: Learner) -> None:
+    """Score the texts that wait for it."""
+    while learner._publisher.unscored or learner._scoring is not None:
+        learner.work()
 
 
 def full_bench(folder: Path, **knobs: object) -> Bench:

@@ -3,10 +3,12 @@
 import os
 import signal
 import sys
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 from torch import Tensor
 
@@ -46,6 +48,7 @@ def learn(tried: Bench, count: int = 16, *, updates: bool = True) -> None:
         if updates:
             tried.update()
         tried.weights.between_steps()
+    tried.publisher.unscored.clear()
 
 
 def copied(tried: Bench) -> dict[str, Tensor]:
@@ -83,6 +86,31 @@ def test_an_update_in_it_can_be_abandoned_between_steps(tried: Bench) -> None:
     assert not same(before, tried.trainer.tensors()), "two steps were taken"
     pieces.close()
     assert same(before, tried.trainer.tensors())
+
+
+def test_a_request_stops_it_amid_a_piece_until_the_next_pause(tried: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A command that undoes the update does not wait for that pause."""
+    process, time = process_of(tried), tried.time
+    before, pieces = copied(tried), process.update("full", samples(4))
+    time.pauses.add(1.0, idle_seconds=1.0)
+    monkeypatch.setattr("adaptation.process._POLL_SECONDS", 0.0)
+    next(pieces)
+    time.stepping()
+    assert process.is_stopped
+    stopped, cpu_seconds = process.pid, cpu_seconds_of(process)
+    for _ in range(2):
+        next(pieces)
+        assert not time.may_compute
+    assert (process.pid, cpu_seconds_of(process)) == (stopped, cpu_seconds), "neither given up nor computing"
+    pieces.close()
+    assert same(before, tried.trainer.tensors()), "it was continued"
+    time.skip_pause()
+    assert completed(process.update("head", samples(4))).applied
+
+
+def cpu_seconds_of(process: TrainingProcess) -> float:
+    times = psutil.Process(process.pid).cpu_times()
+    return times.user + times.system
 
 
 def test_an_exception_in_it_is_raised_here_and_changes_nothing(tried: Bench) -> None:
@@ -190,8 +218,25 @@ def test_one_that_stands_still_holds_up_no_command_and_is_replaced(
         assert worker.stop(60.0)
 
 
+def test_one_that_is_stopped_ends_with_the_thread_that_started_it(tried: Bench) -> None:
+    process = process_of(tried)
+    process.close()
+
+    def leave() -> None:
+        pieces = process.update("full", samples(4))
+        next(pieces)
+        process.stop()
+
+    thread = threading.Thread(target=leave)
+    thread.start()
+    thread.join()
+    assert process._process is not None
+    assert process._process.wait(60) == -signal.SIGKILL
+
+
 def test_it_ends_when_the_server_closes_the_connection(tried: Bench) -> None:
     process = process_of(tried)
+    completed(process.update("head", samples(4)))
     assert process._process is not None
     assert process._connection is not None
     process._connection.close()

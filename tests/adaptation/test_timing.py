@@ -118,10 +118,26 @@ def test_a_piece_amid_which_a_request_comes_is_charged() -> None:
     assert time.may_compute, "it is answered"
 
 
+@pytest.mark.parametrize(("pause", "beside"), [(0.14, True), (0.2, False)])
+def test_a_server_with_pauses_trains_in_them_alone(pause: float, beside: bool) -> None:
+    time, clock = timed(covered=1e9)
+    for _ in range(10):
+        step(time, clock, 0.05)
+        clock.now += pause
+    step(time, clock, 0.05)
+    assert time.may_compute is beside
+    clock.now += 0.06
+    assert time.may_compute
+    time.skip_pause()
+    clock.now += 1e6
+    step(time, clock, 0.05)
+    assert time.may_compute is beside, "a time in which the server could not serve is no pause"
+
+
 def test_a_step_that_never_ends_counts_for_a_while() -> None:
     time, clock = timed(covered=0.0)
     time.stepping()
-    clock.now += 0.9
+    clock.now += 29.9
     assert not time.may_compute
     clock.now += 0.2
     assert time.may_compute
@@ -158,12 +174,12 @@ def test_pauses_are_what_is_longer_than_the_way_to_the_next_step() -> None:
     """Nothing is known before the first step, and a day without pauses outweighs an idle night."""
     clock, needed = Clock(), Pauses(needed=True)
     time = TrainingTime(torch.device("cpu"), lambda seconds: True, needed, clock=clock)
-    for pause, suffices in ((3600.0, False), (0.04, False), (0.04, False), (0.06, True), (0.0, True)):
+    for pause, suffices in ((3600.0, False), (0.04, False), (0.14, False), (0.25, True), (0.0, True)):
         clock.now += pause
         step(time, clock, 0.05)
         assert needed.suffice() is suffices
         assert not time.is_idle
-        assert time.may_compute is suffices
+        assert not time.may_compute
     clock.now += 12 * 3600.0
     for _ in range(4 * 24):
         step(time, clock, 3600.0)

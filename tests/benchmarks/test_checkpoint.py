@@ -17,6 +17,8 @@ from benchmarks.checkpoint import (
     ZEROED,
     deepened,
     dummy_config,
+    layers_in,
+    place_of,
     with_experts,
     write_deepened_file,
     write_dummy,
@@ -53,11 +55,20 @@ def test_added_layers_add_nothing(family: str) -> None:
     tokens = torch.arange(40)[None] % model.config.vocab_size
     expected, found = (one(tokens, use_cache=False, output_hidden_states=True).hidden_states for one in (model, deep))
     assert len(found) - 1 == deep.config.num_hidden_layers == 3 * model.config.num_hidden_layers
-    for layer, states in enumerate(expected[1:-1]):  # the last ones are normed
-        assert all(torch.equal(states, found[3 * layer + number]) for number in (1, 2, 3))
+    places = layers_in(model.config.num_hidden_layers, 3)
+    for layer, states in zip(places[:-1], found[1:-1], strict=True):  # the last ones are normed
+        assert torch.equal(states, expected[layer + 1])
     assert torch.equal(expected[-1], found[-1])
     if family == "gemma2":
-        assert deep.config.layer_types == [kind for kind in model.config.layer_types for _ in range(3)]
+        assert deep.config.layer_types == [model.config.layer_types[layer] for layer in places]
+
+
+def test_the_last_two_layers_have_no_copies() -> None:
+    """A new drafter begins as a copy of them."""
+    assert layers_in(4, 3) == [0, 0, 0, *[1] * 7, 2, 3]
+    assert [place_of(layer, 4, 3) for layer in range(4)] == [0, 3, 10, 11]
+    assert layers_in(2, 3) == [0, 0, 0, 0, 0, 1]
+    assert layers_in(1, 3) == [0, 0, 0]
 
 
 def test_layers_that_add_something_else_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,8 +191,10 @@ def test_a_gguf_file_keeps_its_blocks(mix: Mix, tmp_path: Path) -> None:
     before, after = ({tensor.name: tensor for tensor in GGUFReader(path).tensors} for path in (file, out))
     for name, tensor in after.items():
         block, number, rest = re.findall(r"^(blk\.)?(\d*)(.*)$", name)[0]
-        own = before[f"{block}{int(number) // 3}{rest}" if block else name]
-        adds_nothing = block and int(number) % 3 and rest in (".attn_output.weight", ".ffn_down.weight")
+        layer = layers_in(2, 3)[int(number)] if block else 0
+        own = before[f"{block}{layer}{rest}" if block else name]
+        is_copy = block and int(number) != place_of(layer, 2, 3)
+        adds_nothing = is_copy and rest in (".attn_output.weight", ".ffn_down.weight")
         assert tensor.tensor_type == own.tensor_type
         assert np.array_equal(tensor.data, np.zeros_like(own.data) if adds_nothing else own.data)
     assert len(after) == 3 * len(before) - 2 * 2  # embedding and last norm are there once

@@ -36,8 +36,8 @@ class Publishing(Heard):
         served: Any = {"prepare": serving.network.prepare, "snapshots": SnapshotRing(folder, size=2)}
         self.weights = DrafterWeights(source.weights, serving.network.config, train_device="cpu", **served)
 
-    def between_steps(self) -> int:
-        due = super().between_steps() % PUBLISHES_EVERY == 0
+    def between_steps(self, *, idle: bool) -> int:
+        due = super().between_steps(idle=idle) % PUBLISHES_EVERY == 0
         return publish(self.weights, self.version) if due else self.weights.version
 
 

@@ -21,6 +21,7 @@ from adaptation.timing import Pieces
 from adaptation.trainer import UpdateReport
 from drafters.feedback import QueryFeedback
 from tests.adaptation.drafts import same
+from tests.adaptation.samples import score
 from tests.practised import Practised, practised
 
 WINDOW = 16
@@ -62,6 +63,7 @@ def serving_the_good_one(known: Practised, folder: Path, emit: list[Event], **kn
 def observe(built: Learner, stream: list[QueryFeedback]) -> None:
     for feedback in stream:
         built.observe(feedback)
+    score(built)
 
 
 @torch.no_grad()
@@ -112,12 +114,12 @@ def test_poison_that_was_published_is_taken_back_within_one_window(known: Practi
     observe(built, known.stream(seed, 40, version=1))
     perturb(dict(built.weights.training.named_parameters()), (0.5, 1.0, 3.0)[seed % 3], seed)
     poisoned = built.weights.publish({})
-    built._publisher.monitor.weights_changed()
+    built._publisher._watch_others()
     built.weights.between_steps()
     events.clear()
     queries = 0
     for feedback in known.stream(1000 + seed, WINDOW, version=poisoned):
-        built.observe(feedback)
+        observe(built, [feedback])
         queries += 1
         if events:
             break
@@ -171,7 +173,7 @@ def false_rollbacks(known: Practised, folder: Path, seed: int) -> int:
         if built.weights.origin == 0:  # not yet published, or taken back
             publish(built, twin)
         version = built.weights.version
-        built.observe(replace(feedback, query=replace(feedback.query, first_version=version, version=version)))
+        observe(built, [replace(feedback, query=replace(feedback.query, first_version=version, version=version))])
         built.weights.between_steps()
     return sum(event.kind == "rolled_back" for event in events)
 
@@ -182,7 +184,7 @@ def publish(built: Learner, weights: dict[str, Tensor]) -> None:
         for name, value in built.weights.training.named_parameters():
             value.copy_(weights[name])
     built.weights.publish({})
-    built._publisher.monitor.weights_changed()
+    built._publisher._watch_others()
     built.weights.between_steps()
 
 

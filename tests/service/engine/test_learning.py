@@ -39,6 +39,7 @@ class Heard:
     guard: Guard = field(default_factory=Guard)
     version: int = 0
     trains: bool = False
+    idle: bool = False
     steps: list[StepStats] = field(default_factory=list)
     queries: list[Query] = field(default_factory=list)
     calls: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
@@ -47,7 +48,8 @@ class Heard:
         self.steps.append(stats)
         return not self.trains
 
-    def between_steps(self) -> int:
+    def between_steps(self, *, idle: bool) -> int:
+        self.idle = idle
         self.version += 1
         self.calls.release()
         return self.version
@@ -166,7 +168,7 @@ def test_the_moment_between_steps_comes_without_work_too() -> None:
     heard = Heard()
     engine = engine_for(heard)
     assert engine.step().stats is None
-    assert heard.version == 1
+    assert (heard.version, heard.idle) == (1, True)
 
 
 def test_an_idle_engine_can_be_woken_for_it() -> None:
