@@ -91,7 +91,9 @@ class TrainingProcess:
         self.num_started = 0
         self.is_asked = False  # whether a request is under way
         self._stopped = False
-        self._may_stop = False  # whether a request is under way for which no command waits
+        # Whether a request is under way for which no command waits; the first one shows that the process would end with
+        # this one.
+        self._may_stop = False
         self._memory = memory
         self._setup = setup
         self._time = time
@@ -201,7 +203,7 @@ class TrainingProcess:
         waits a few seconds for the answer."""
         if self._connection is None:
             raise TrainingLost("the training process was ended")
-        self.is_asked, self._may_stop = True, call != "abandon"
+        self.is_asked, self._may_stop = True, call != "abandon" and not self._imports
         if self._time.may_compute or not self._may_stop:
             self.go_on()
         else:

@@ -384,7 +384,7 @@ class ValidationSet:
 
     def draws(self) -> bool:
         """Draw at random whether the next query is held for validation."""
-        hurries = len(self.current) < self._max_texts // 4
+        hurries = 4 * len(self.current) < self._max_texts
         return self._rng.random() < (max(self._share, _HURRIED_SHARE) if hurries else self._share)
 
     def number(self, example: Example, scope: str) -> ValidationText:

@@ -507,8 +507,9 @@ def test_weights_that_are_new_are_looked_at_closely(tmp_path: Path, monkeypatch:
     seed = 1000
     seen: set[tuple[bool, bool]] = set()
     while (True, True) not in seen:
+        on_probation = tried.publisher.monitor.on_probation
         serve(tried, range(seed, seed + 1))
-        seen.add((not tried.publisher.monitor.on_probation, (tried.learner.sampler.share == 1 / 32)))
+        seen.add((not on_probation, (tried.learner.sampler.share == 1 / 32)))
         seed += 1
     assert seen == {(False, False), (True, True)}
 

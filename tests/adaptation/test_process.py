@@ -221,10 +221,12 @@ def test_one_that_stands_still_holds_up_no_command_and_is_replaced(
 def test_one_that_is_stopped_ends_with_the_thread_that_started_it(tried: Bench) -> None:
     process = process_of(tried)
     process.close()
+    pieces = process.update("full", samples(4))
 
     def leave() -> None:
-        pieces = process.update("full", samples(4))
-        next(pieces)
+        for _ in range(3):  # begins, and computes
+            next(pieces)
+        process._may_stop = True
         process.stop()
 
     thread = threading.Thread(target=leave)
@@ -232,6 +234,8 @@ def test_one_that_is_stopped_ends_with_the_thread_that_started_it(tried: Bench) 
     thread.join()
     assert process._process is not None
     assert process._process.wait(60) == -signal.SIGKILL
+    with pytest.raises(TrainingLost, match="died"):
+        completed(pieces)
 
 
 def test_it_ends_when_the_server_closes_the_connection(tried: Bench) -> None:

@@ -24,7 +24,7 @@ def test_a_run_learns_from_past_texts_and_resumes(run: Command, tmp_path: Path) 
     words = (
         *("idle", "--prompts", prompts, "--practice", prompts, "--features", tmp_path / "features", "--out", out),
         *("--model", folder, "--load-dtype", "float32", "--threads", 1, "--max-model-len", 256, "--device", "cpu"),
-        *("--state-dir", tmp_path, "--answered", 24, "--minutes", 0.1, "--requests", 2, "--max-tokens", 24),
+        *("--state-dir", tmp_path, "--answered", 60, "--minutes", 0.1, "--requests", 2, "--max-tokens", 24),
         *("--temperature", 0.7, "--adaptation.enabled", "true"),
     )
     code, output = run(*words)
