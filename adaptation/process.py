@@ -91,8 +91,8 @@ class TrainingProcess:
         self.num_started = 0
         self.is_asked = False  # whether a request is under way
         self._stopped = False
-        # Whether a request is under way for which no command waits; the first one shows that the process would end with
-        # this one.
+        # Whether a request is under way for which no command waits, to a process that has begun and thus ends with its
+        # parent even while it is stopped.
         self._may_stop = False
         self._memory = memory
         self._setup = setup

@@ -13,9 +13,9 @@ PRODUCT = modules(*PACKAGES)
 OUTSIDE_KERNELS = modules("service", "adaptation", "drafters")
 
 CODE_LINES = {
-    "product": (PRODUCT, 33_802),
-    BENCHMARKS: (modules(BENCHMARKS), 5_529),
-    "tests": (modules("tests"), 39_273),
+    "product": (PRODUCT, 33_894),
+    BENCHMARKS: (modules(BENCHMARKS), 5_676),
+    "tests": (modules("tests"), 39_386),
 }
 """At most so many lines of code (no blank lines, comments, docstrings) in these files."""
 NUM_FILES = 240
