@@ -13,7 +13,6 @@ Every decision is an event with its reason. All calls come from one thread, whic
 """
 
 from collections.abc import Mapping
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -61,32 +60,30 @@ class Learner:
         self.paused = False
         self.log = publisher.log
         self.sampler = feedback.sampler
-        self.replay = feedback.buffers.replay
         self.training = training
         self.weights = bootstrap.weights
         self._bootstrap = bootstrap
-        self._feedback = feedback
+        self.feedback = feedback
         self._idle = idle
         self._persistence = persistence
         self._policy = feedback.policy
         self._publisher = publisher
         self._job: Pieces[None] | None = None  # an update under way
-        self._scoring: Pieces[None] | None = None  # a text that is being scored, before the update goes on
 
     def observe(self, feedback: QueryFeedback) -> FilteredQuery:
         """Observe one finished query: as a training sample, a validation text, or neither."""
         feedback = received(feedback, self.weights.train_device)
         collects = self._bootstrap.collects and not self.paused
-        filtered = self._feedback.take(feedback, learning=not self.paused, updating=not self._bootstrap.collects)
+        filtered = self.feedback.take(feedback, learning=not self.paused, updating=not self._bootstrap.collects)
         if collects and filtered.text is not None and not filtered.validates:
-            self._feedback.buffers.for_sums.append(filtered.text)
+            self.feedback.buffers.for_sums.append(filtered.text)
         if filtered.changed:
             self._publisher.traffic_changed()
             self.log.add("changed", "other_words")
         self._publisher.watch(feedback.query, filtered)
         if self._job is None:  # an update under way is charged when it ends
             self._charge()
-        self._feedback.choose_share(
+        self.feedback.choose_share(
             learning=not self.paused, collects=self._bootstrap.collects, watched=self._publisher.watches_closely
         )
         return filtered
@@ -99,23 +96,17 @@ class Learner:
             self.training.go_on()
         elif not self.training.waits:
             return False
-        if self._scoring is None and self._publisher.unscored and not self.training.waits:
-            self._scoring = self._score()
-        scoring, self._scoring = self._scoring, None
+        monitor = self._publisher.monitor
+        if monitor.scoring is None and monitor.unscored and not self.training.waits:
+            monitor.scoring = self._score()
+        scoring, monitor.scoring = monitor.scoring, None
         if scoring is not None:
-            self._scoring = self._advanced(scoring)
+            monitor.scoring = self.training.advanced(scoring)
             return True
         job, self._job = self._job or self._due(), None
         if job is not None:
-            self._job = self._advanced(job)
+            self._job = self.training.advanced(job)
         return job is not None
-
-    def _advanced(self, job: Pieces[None]) -> Pieces[None] | None:
-        """Do the next piece of a job. Returns the job, or None at its end."""
-        with suppress(StopIteration), self.training.time.spent():
-            next(job)
-            return job
-        return None
 
     def _score(self) -> Pieces[None]:
         """Score a text, and roll the weights back if that raises an alarm."""
@@ -127,23 +118,24 @@ class Learner:
         """Return the due work in pieces: a first drafter, an arm's update, or a rehearsal in idle time. Returns None if
         none is due."""
         if not self._bootstrap.collects:
-            self._feedback.buffers.for_sums.clear()
-        elif self._feedback.buffers.for_sums and not self.paused:
+            self.feedback.buffers.for_sums.clear()
+        elif self.feedback.buffers.for_sums and not self.paused:
             return self._collect()
-        if self.paused or self.weights.pending or not self._feedback.validation.suffices:
+        if self.paused or self.weights.pending or not self.feedback.validation.suffices:
             return None
         if self._bootstrap.due:
             return self._solve()
-        lesson = self._feedback.due()
+        lesson = self.feedback.due()
         if lesson is None and self._bootstrap.trains and self.training.time.is_idle:
-            pass_updates = self._feedback.buffers.updates_of_pass
-            if self._idle.may_begin(self.replay.num_added, num_kept=len(self.replay), pass_updates=pass_updates):
-                lesson = self._feedback.rehearsal()
+            pass_updates = self.feedback.buffers.updates_of_pass
+            replay = self.feedback.buffers.replay
+            if self._idle.may_begin(replay.num_added, num_kept=len(replay), pass_updates=pass_updates):
+                lesson = self.feedback.rehearsal()
         return None if lesson is None else self._update(lesson)
 
     def _collect(self) -> Pieces[None]:
         """Add the oldest waiting text to the sums."""
-        self._bootstrap.add(self._feedback.buffers.for_sums.popleft().example)
+        self._bootstrap.add(self.feedback.buffers.for_sums.popleft().example)
         if self.log.storing(self._bootstrap.keep):
             self.save(training=False)
         yield from ()
@@ -168,10 +160,10 @@ class Learner:
                 self._publisher.forget_gain()
             if not report.applied:
                 if report.outcome != "nothing_to_learn":
-                    self.replay.drop_taken()
+                    self.feedback.buffers.replay.drop_taken()
                 self.log.add("discarded", report.outcome, {"seconds": report.seconds})
         except GeneratorExit:
-            self._feedback.buffers.put_back()
+            self.feedback.buffers.put_back()
             self.log.add("discarded", "interrupted", {"seconds": self.training.time.seconds - began})
             raise
         if lesson.signal is None:
@@ -183,7 +175,7 @@ class Learner:
         texts is judged no more often than the gate's level allows, and a large gain is published at once."""
         return min(
             1 << self._publisher.num_refused,
-            1 + self._feedback.buffers.updates_of_pass // self._publisher.gate.judgements,
+            1 + self.feedback.buffers.updates_of_pass // self._publisher.gate.judgements,
         )
 
     def _conclude(self, report: UpdateReport, signal: float | None) -> Pieces[bool]:
@@ -208,16 +200,17 @@ class Learner:
     def _roll_back(self, reason: str, numbers: Mapping[str, float]) -> Version:
         self.abandon()
         restored = self._publisher.roll_back(reason, numbers)
-        self._feedback.weights_replaced()
+        self.feedback.weights_replaced()
         self.save(training=False)
         return restored
 
     def abandon(self) -> None:
         """Undo the update under way, if any, and return its samples to their buffer."""
-        scoring, self._scoring = self._scoring, None
+        monitor = self._publisher.monitor
+        scoring, monitor.scoring = monitor.scoring, None
+        job, self._job = self._job, None
         if scoring is not None:
             scoring.close()
-        job, self._job = self._job, None
         if job is None:
             return
         self._publisher.forget_gain()
@@ -234,13 +227,13 @@ class Learner:
         self.abandon()
         self.log.add("failed", error)
         self._charge()
-        self.replay.drop_taken()
+        self.feedback.buffers.replay.drop_taken()
         self._publisher.start_over()
 
     def forget(self, scope: str | None) -> None:
         """Forget all texts of a scope, or of all scopes if it is None. What weights and sums have learnt stays."""
         self.abandon()
-        self._feedback.forget(scope)
+        self.feedback.forget(scope)
         self._publisher.forget(scope)
         self._keep_texts(forgot=True)
 
@@ -267,7 +260,7 @@ class Learner:
         Raises NotStored."""
         self.abandon()
         version = self._publisher.adopt(weights, reason)
-        self._feedback.weights_replaced()
+        self.feedback.weights_replaced()
         self.save(training=False)
         return version
 
@@ -296,11 +289,11 @@ class Learner:
     def keep_texts_in(self, file: ReplayFile) -> None:
         """Load the texts in a file, and keep the replay buffer there. Raises ValueError for a file that is not this
         server's."""
-        self.replay.restore(file.read())
-        self.replay.file = file
+        self.feedback.buffers.replay.restore(file.read())
+        self.feedback.buffers.replay.file = file
 
     def _keep_texts(self, *, forgot: bool = False, at_end: bool = False) -> None:
-        self.log.storing(partial(self.replay.keep, forgot=forgot, at_end=at_end))
+        self.log.storing(partial(self.feedback.buffers.replay.keep, forgot=forgot, at_end=at_end))
 
     def restore(self) -> None:
         """Load what an earlier process saved; called once, before the engine's first step."""
@@ -310,7 +303,7 @@ class Learner:
 
     def status(self, worker: Worker) -> AdaptationStatus:
         """Return the status of learning; may measure the distance to the anchor."""
-        weights, feedback, bootstrap, counts = self.weights, self._feedback, self._bootstrap, self.log.counts
+        weights, feedback, bootstrap, counts = self.weights, self.feedback, self._bootstrap, self.log.counts
         kl_to_anchor = self._publisher.kl_to_anchor()  # first, because it adds to the training seconds
         return AdaptationStatus(
             policy=self._policy.name,
@@ -357,11 +350,10 @@ def build_learner(
     serves: bool = True,
     tuning: Tuning | None = None,
     policy: Bandit | None = None,
-    threads: int = 1,
 ) -> Learner:
     """Build a learner and its parts. `serves`: whether an engine runs in this process; `policy`: replaces the
-    configured one in benchmarks; `threads`: those of a training process. A drafter served in bf16 is trained and
-    replayed in bf16 where such products are faster. Raises ValueError for a configuration that is not possible."""
+    configured one in benchmarks. A drafter served in bf16 is trained and replayed in bf16 where such products are
+    faster. Raises ValueError for a configuration that is not possible."""
     tuning = tuning or Tuning()
     weights, autocast = copies_of(drafter, config, tuning, folder)
     rows = untrained_rows(weights.anchor, drafter.target_head)
@@ -372,8 +364,7 @@ def build_learner(
     pauses = Pauses(needed=config.enabled == "auto" and not asked_for)
     timing = TrainingTime(weights.train_device, policy.covers, pauses)
     train_in = config.train_in if serves else "thread"
-    process = training_process(drafter, weights, trainer, timing, train_in, threads)
-    training = Training(trainer, process, timing)
+    training = Training(trainer, training_process(drafter, weights, trainer, timing, train_in), timing)
     # Replicas record every query: none of them knows what the others' queries promise.
     least = 0.0 if config.redis_url is None else 1.0
     sampler = RecordingSampler(tuning.recorded_share, least=least, may=pauses.suffice)
@@ -391,16 +382,6 @@ def build_learner(
     persistence = Persistence(checkpoint, weights, trainer, parts, log)
     idle = IdleTime(share=config.idle_share if serves else 0.0, least_failures=tuning.kept_refusals)
     return Learner(feedback, training, publisher, bootstrap, persistence, idle=idle)
-
-
-def worker_of(learner: Learner, tuning: Tuning) -> Worker:
-    """Build the thread that runs the learner."""
-    return Worker(
-        learner,
-        max_waiting=tuning.queued_queries,
-        niceness=tuning.niceness,
-        device=learner.weights.train_device,
-    )
 
 
 def _evaluator_of(

@@ -6,6 +6,7 @@ fall of the serving drafter's score alone (SpecBlock section 3.4) may as well co
 """
 
 import math
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean, variance
@@ -16,6 +17,8 @@ from adaptation.config import Tuning
 from adaptation.evaluator import TextScores
 from adaptation.policy import State
 from adaptation.records import AlarmReason
+from adaptation.samples import ValidationText
+from adaptation.timing import Pieces
 from drafters.feedback import Query
 
 _SLACK = 0.5  # fall per group that is not counted, in standard errors (k)
@@ -100,8 +103,8 @@ class PairedCusum:
 
 
 class RollbackMonitor:
-    """Collects scores in windows, and runs two alarms on them: against the anchor and, for new weights, against the
-    weights they replaced.
+    """Queues texts to score, collects scores in windows, and runs two alarms on them: against the anchor and, for new
+    weights, against the weights they replaced.
 
     The second is needed because a drafter that has learnt a lot can lose all of it and still be no worse than the
     anchor.
@@ -112,6 +115,8 @@ class RollbackMonitor:
         self.alarms = {name: PairedCusum(least_pairs=self._num_pairs) for name in ("cusum", "cusum_before")}
         self._pairs: list[TextScores] = []
         self._probation = _PROBATION * self._num_pairs  # texts still to be scored with the replaced weights too
+        self.unscored = deque[tuple[ValidationText, bool]](maxlen=tuning.unscored_texts)  # and whether held out
+        self.scoring: Pieces[None] | None = None  # scores a text of the serving weights
         self.predicted_gain = 0.0  # sum over all publishes, in parts of the tokens per verify before each
         self._tokens = self._steps = 0  # of the queries that the serving weights served from beginning to end
 
@@ -137,6 +142,11 @@ class RollbackMonitor:
         self._probation -= on_probation
         return on_probation
 
+    def forget(self, scope: str | None) -> None:
+        """Drop the queued texts of a scope, or all if it is None."""
+        kept = (each for each in self.unscored if scope not in (None, each[0].scope))
+        self.unscored = deque(kept, self.unscored.maxlen)
+
     def observe(self, pair: TextScores) -> Alarm | None:
         """Add the scores of one text. Returns an alarm, or None."""
         self._pairs.append(pair)
@@ -155,5 +165,6 @@ class RollbackMonitor:
         """Restart both alarms and the probation for other serving weights."""
         for alarm in self.alarms.values():
             alarm.reset()
+        self.unscored.clear()
         self._pairs, self._tokens, self._steps = [], 0, 0
         self._probation = _PROBATION * self._num_pairs

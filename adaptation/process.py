@@ -6,10 +6,8 @@ not answer in time, the update under way is lost, and the next request starts an
 """
 
 import contextlib
-import mmap
 import os
 import pickle
-import signal
 import socket
 import subprocess
 import sys
@@ -29,13 +27,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding
 
+from adaptation.config import usable_cores
 from adaptation.evaluator import replay_of, untrained_rows
 from adaptation.policy import Arm, Pace
 from adaptation.records import TrainingLost
 from adaptation.samples import TrainingSample
-from adaptation.timing import Pieces, TrainingTime, completed
+from adaptation.timing import Brake, Pieces, TrainingTime, completed
 from adaptation.trainer import OnlineTrainer, Rules, UpdateReport
-from adaptation.weights import DrafterWeights, ServedDrafter
+from adaptation.weights import DrafterWeights, ServedDrafter, lend, mapped, shared
 from drafters.network.model import DrafterConfig, SpecBlock
 from drafters.training.corpus import Example
 from kernels.cpu.library import use_threads
@@ -47,7 +46,6 @@ _LEAST_SHARE = 1 / 16
 """Least share of a core from which the time limit follows; with less, training would lag far behind the traffic."""
 _UNKNOWN_SECONDS = 4.0
 """CPU seconds assumed for the imports (measured), and for the first request of each kind."""
-_ALIGNMENT = 64  # bytes
 _PR_SET_PDEATHSIG = 1  # Linux's prctl: the signal that a process gets when the thread that started it ends
 _MIN_WEIGHTS = 1_000_000
 """Smallest drafter that gets a process: an update of a smaller one takes milliseconds, and a process costs 260 MB."""
@@ -55,6 +53,7 @@ _CHILD = """
 import contextlib, ctypes, os, signal, sys
 ctypes.CDLL(None).prctl({die_with_parent}, signal.SIGKILL)  # one that is stopped does not see the connection close
 signal.signal(signal.SIGINT, signal.SIG_IGN)  # meant for the server, which closes the connection
+os.environ["OMP_WAIT_POLICY"] = "PASSIVE"  # threads that wait by spinning would take the cores of those that compute
 os.nice(19)  # for sandboxes that know no idle priority
 with contextlib.suppress(OSError): os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
 sys.path[:] = {path!r}
@@ -72,7 +71,6 @@ class Setup:
     rules: Rules
     seed: int
     head: str | None  # name of the target's output rows among the shared tensors
-    threads: int  # of torch's operations
     shared: Mapping[str, Tensor]  # meta tensors: shapes and types, in the order in which they lie in memory
 
 
@@ -90,32 +88,23 @@ class TrainingProcess:
         the process."""
         self.num_started = 0
         self.is_asked = False  # whether a request is under way
-        self._stopped = False
-        # Whether a request is under way for which no command waits, to a process that has begun and thus ends with its
-        # parent even while it is stopped.
-        self._may_stop = False
+        self.brake = Brake()
         self._memory = memory
         self._setup = setup
         self._time = time
-        self._process: subprocess.Popen[bytes] | None = None
         self._connection: Connection | None = None
         self._answer = Future[object]()
         self._longest: dict[str, float] = {}  # CPU seconds, by kind of request
         self._imports = 0.0  # CPU seconds allowed for the imports; 0 after the first answer
         self._num_lost = 0  # processes that did not answer in time, in a row
-        self._signalling = threading.Lock()  # also held to close the process
+        self._closing = threading.Lock()
         weakref.finalize(self, os.close, memory)
 
     @property
     def pid(self) -> int | None:
         """Process id, or None if the process does not run."""
-        process = self._process
+        process = self.brake.process
         return None if process is None else process.pid
-
-    @property
-    def is_stopped(self) -> bool:
-        """Whether a request to the process waits for `go_on`."""
-        return self._stopped and self.is_asked
 
     def start(self) -> None:
         """Start the process unless it runs. It ends with the calling thread. The next request waits for its imports,
@@ -127,9 +116,8 @@ class TrainingProcess:
             program = _CHILD.format(
                 die_with_parent=_PR_SET_PDEATHSIG, path=sys.path, memory=self._memory, talk=theirs.fileno()
             )
-            self._process = subprocess.Popen(
+            self.brake.process = subprocess.Popen(
                 [sys.executable, "-c", program],
-                env={**os.environ, "OMP_WAIT_POLICY": "PASSIVE"},  # or threads that wait for others take their cores
                 stdin=subprocess.DEVNULL,
                 pass_fds=(self._memory, theirs.fileno()),
             )
@@ -159,27 +147,14 @@ class TrainingProcess:
         self._revive()
         return cast(float, (yield from self._ask("replay", example)))
 
-    def stop(self) -> None:
-        """Stop the process at once if it computes, until `go_on`. May be called from any thread."""
-        with self._signalling:
-            if self._may_stop and not self._stopped and self._process is not None:
-                self._process.send_signal(signal.SIGSTOP)
-                self._stopped = True
-
-    def go_on(self) -> None:
-        """Continue after `stop`. May be called from any thread."""
-        with self._signalling:
-            if self._stopped and self._process is not None:
-                self._process.send_signal(signal.SIGCONT)
-            self._stopped = False
-
     def close(self) -> None:
         """End the process, by force if it computes or does not end. The next request starts another one."""
-        self.go_on()
-        with self._signalling:
-            process, connection = self._process, self._connection
-            self._process = self._connection = None
-            busy, self.is_asked, self._may_stop = self.is_asked, False, False
+        self.brake.may_stop = False
+        self.brake.go_on()
+        with self._closing:
+            process, connection = self.brake.process, self._connection
+            self.brake.process = self._connection = None
+            busy, self.is_asked = self.is_asked, False
         if process is not None and busy:
             process.kill()
             wait([self._answer], _ENDING_SECONDS)  # the exchange thread still uses the connection
@@ -194,7 +169,7 @@ class TrainingProcess:
 
     def _revive(self) -> None:
         """Start another process if this one does not run, or still computes for a thread that died."""
-        if self.is_asked or (self._process is not None and self._process.poll() is not None):
+        if self.is_asked or (self.brake.process is not None and self.brake.process.poll() is not None):
             self.close()
         self.start()
 
@@ -203,11 +178,9 @@ class TrainingProcess:
         waits a few seconds for the answer."""
         if self._connection is None:
             raise TrainingLost("the training process was ended")
-        self.is_asked, self._may_stop = True, call != "abandon" and not self._imports
-        if self._time.may_compute or not self._may_stop:
-            self.go_on()
-        else:
-            self.stop()
+        # A command waits for "abandon"; after the first answer the process is known to end with this one.
+        self.is_asked, self.brake.may_stop = True, call != "abandon" and not self._imports
+        (self.brake.go_on if self._time.may_compute or not self.brake.may_stop else self.brake.stop)()
         self._answer = _exchanged(self._connection, (call, given, named))
         work = self._longest.get(call, _UNKNOWN_SECONDS) + self._imports
         seconds = max(_ENDING_SECONDS, work / _LEAST_SHARE) * 2**self._num_lost
@@ -216,15 +189,15 @@ class TrainingProcess:
         waited = 0.0  # seconds in this loop, without other work of this thread
         try:
             while not wait([self._answer], _POLL_SECONDS).done:
-                waited += 0.0 if self.is_stopped else _POLL_SECONDS
+                waited += 0.0 if self.brake.is_stopped else _POLL_SECONDS
                 if waited > seconds:
                     self._num_lost += 1
                     self.close()
                     raise TrainingLost(f"the training process has not answered within {seconds:.0f} seconds")
                 yield
         except GeneratorExit:
-            self._may_stop = False
-            self.go_on()
+            self.brake.may_stop = False
+            self.brake.go_on()
             if not wait([self._answer], _ENDING_SECONDS).done:
                 self.close()
             self.is_asked = False
@@ -237,7 +210,7 @@ class TrainingProcess:
         except (EOFError, OSError) as error:
             self.close()
             raise TrainingLost("the training process has died") from error
-        self.is_asked = self._may_stop = False
+        self.is_asked = self.brake.may_stop = False
         self._imports, self._num_lost = 0.0, 0
         result, failure, seconds = cast(tuple[object, str | None, float], answer)
         self._longest[call] = max(seconds, self._longest.get(call, 0.0))
@@ -255,7 +228,7 @@ class Training:
         self.process = process
         self.time = time
         self.pace = Pace()
-        time.process = process
+        time.brake = None if process is None else process.brake
         self.num_updates: Counter[Arm] = Counter()
         self.num_unjudged = 0  # updates since the training copy was judged
 
@@ -267,9 +240,16 @@ class Training:
     def go_on(self) -> None:
         """Continue the training process if an engine step has stopped it."""
         if self.process is not None:
-            self.process.go_on()
+            self.process.brake.go_on()
             if not self.time.may_compute:  # a step has begun meanwhile
-                self.process.stop()
+                self.process.brake.stop()
+
+    def advanced(self, job: Pieces[None]) -> Pieces[None] | None:
+        """Do the next piece of a job. Returns the job, or None at its end."""
+        with contextlib.suppress(StopIteration), self.time.spent():
+            next(job)
+            return job
+        return None
 
     def start(self) -> None:
         """Start the training process, if there is one. Raises OSError."""
@@ -294,11 +274,9 @@ def training_process(
     trainer: OnlineTrainer,
     time: TrainingTime,
     train_in: Literal["auto", "process", "thread"],
-    threads: int,
 ) -> TrainingProcess | None:
     """Build the client of the training process, which computes on the trainer's weights and optimizers in shared
-    memory, with this many threads. Returns None if this process trains. Raises ValueError if a process is required and
-    not possible."""
+    memory. Returns None if this process trains. Raises ValueError if a process is required and not possible."""
     if not _in_its_own_process(train_in, drafter, weights):
         return None
     table, head = drafter.embedding, drafter.target_head
@@ -307,14 +285,13 @@ def training_process(
     computed_on = _computed_on(trainer, training=weights.training, anchor=weights.anchor, replica=weights.replica)
     tables = {_EMBEDDING: table} if head is None or is_tied else {_EMBEDDING: table, _HEAD: head}
     memory, tensors = shared(computed_on | tables)
-    _lend(tensors, computed_on)
+    lend(tensors, computed_on)
     setup = Setup(
         config=drafter.config,
         replica_dtype=weights.replica.dtype,
         rules=trainer.rules,
         seed=trainer.seed,
         head=None if head is None else _EMBEDDING if is_tied else _HEAD,
-        threads=threads,
         shared={name: tensor.to("meta") for name, tensor in tensors.items()},
     )
     return TrainingProcess(memory, setup, time)
@@ -337,45 +314,13 @@ def _computed_on(trainer: OnlineTrainer, **models: SpecBlock) -> dict[str, Tenso
     return tensors
 
 
-def shared(named: Mapping[str, Tensor]) -> tuple[int, dict[str, Tensor]]:
-    """Copy tensors of any shape [...] to anonymous shared memory, which a process that inherits the descriptor can map;
-    not to /dev/shm, which containers keep small. Returns the descriptor and the copies by name."""
-    memory = os.memfd_create("adaptree-training")
-    os.ftruncate(memory, sum(_room(tensor) for tensor in named.values()))
-    tensors = mapped(memory, named)
-    for name, tensor in named.items():
-        tensors[name].copy_(tensor.detach())
-    return memory, tensors
-
-
-def mapped(memory: int, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Map tensors with the shapes [...] and types of `like`, one after another in this memory. The tensors keep the
-    mapping alive."""
-    pages, tensors, start = mmap.mmap(memory, os.fstat(memory).st_size), {}, 0
-    for name, tensor in like.items():
-        flat = torch.frombuffer(pages, dtype=tensor.dtype, count=tensor.numel(), offset=start)
-        tensors[name] = flat.view(tensor.shape)
-        start += _room(tensor)
-    return tensors
-
-
-def _room(tensor: Tensor) -> int:
-    return -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
-
-
-def _lend(tensors: Mapping[str, Tensor], to: Mapping[str, Tensor]) -> None:
-    """Let parameters, which stay the same objects, use these tensors' memory."""
-    for name, tensor in to.items():
-        tensor.data = tensors[name]
-
-
 def main(memory: int, talk: int) -> None:
     """Run the training process on two inherited descriptors, until the server closes the connection."""
     connection = Connection(talk)
     try:
         setup = cast(Setup, _received(connection))
         use_threads(1)
-        torch.set_num_threads(setup.threads)  # of torch's operations alone; compiled kernels use one
+        torch.set_num_threads(usable_cores())  # of torch's operations alone; compiled kernels use one
         calls = _calls(setup, mapped(memory, setup.shared), connection)
         while True:
             name, given, named = cast(tuple[str, tuple[object, ...], dict[str, object]], _received(connection))
@@ -399,7 +344,7 @@ def _calls(setup: Setup, tensors: Mapping[str, Tensor], connection: Connection) 
     embed = partial(embedding, weight=tensors[_EMBEDDING])
     rows = untrained_rows(anchor, None if setup.head is None else tensors[setup.head])
     trainer = OnlineTrainer(training, anchor, embed, rows, rules=setup.rules, seed=setup.seed)
-    _lend(tensors, _computed_on(trainer, training=training, anchor=anchor, replica=replica))
+    lend(tensors, _computed_on(trainer, training=training, anchor=anchor, replica=replica))
     begun: list[Pieces[UpdateReport]] = []  # the update under way
 
     def begin(arm: Arm, samples: Sequence[TrainingSample], *, rate_share: float) -> UpdateReport | None:

@@ -7,7 +7,6 @@ or an operator rolls them back.
 """
 
 import math
-from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist, fmean, stdev
@@ -171,7 +170,6 @@ class Publisher:
         self._weights: DrafterWeights = bootstrap.weights
         self._validation = validation
         self._training = training
-        self.unscored = deque[tuple[ValidationText, bool]](maxlen=tuning.unscored_texts)  # and whether held out
         self.num_refused = 0  # since the training copy started over or was published
         self._best_gain = -math.inf  # of a training copy while nothing serves
         self._gained: tuple[float, float] | None = _NO_GAIN  # gain of the training copy, standard error; None: unknown
@@ -250,11 +248,11 @@ class Publisher:
         if not is_current or self._weights.latest.origin == ANCHOR:
             return
         if filtered.text is not None and (filtered.validates or self.monitor.on_probation):
-            self.unscored.append((filtered.text, filtered.validates))
+            self.monitor.unscored.append((filtered.text, filtered.validates))
 
     def score(self) -> Pieces[Alarm | None]:
         """Score the oldest queued text, if it still has to be. Returns an alarm, or None."""
-        text, validates = self.unscored.popleft()
+        text, validates = self.monitor.unscored.popleft()
         probing = self.monitor.take_probation()
         if not (validates or probing):
             return None
@@ -264,8 +262,7 @@ class Publisher:
     def forget(self, scope: str | None) -> None:
         """Drop the texts of a scope, or all texts if it is None."""
         self.distance.forget(scope)
-        kept = (each for each in self.unscored if scope not in (None, each[0].scope))
-        self.unscored = deque(kept, self.unscored.maxlen)
+        self.monitor.forget(scope)
 
     @property
     def watches_closely(self) -> bool:
@@ -335,7 +332,7 @@ class Publisher:
             return False
         self.evaluator.published()
         self.num_refused, self._gained = 0, _NO_GAIN
-        self._watch_others()
+        self.monitor.weights_changed()
         self.monitor.predicted_gain += decision.gain / decision.serving_mean
         return True
 
@@ -355,13 +352,8 @@ class Publisher:
 
     def _serves_others(self) -> None:
         """Restart the monitor and the training copy, because the serving weights did not come from an update."""
-        self._watch_others()
-        self.start_over()
-
-    def _watch_others(self) -> None:
-        """Restart the monitor, because other weights are served."""
         self.monitor.weights_changed()
-        self.unscored.clear()
+        self.start_over()
 
     def _anchor_changed(self) -> None:
         self.evaluator.anchor_changed()

@@ -345,8 +345,7 @@ def without(scope: str | None, texts: "deque[ValidationText]") -> "deque[Validat
 class ValidationSet:
     """Holds the latest texts of a random share of the queries. These queries are never trained on.
 
-    Until the set is a quarter full, about every second query is held for validation. After a change of traffic, only
-    later texts are current.
+    Until it is a quarter full, every second query or so is held. After a change of traffic, only later texts count.
     """
 
     def __init__(self, *, share: float, enough: int, max_texts: int, rng: random.Random) -> None:
@@ -384,8 +383,8 @@ class ValidationSet:
 
     def draws(self) -> bool:
         """Draw at random whether the next query is held for validation."""
-        hurries = 4 * len(self.current) < self._max_texts
-        return self._rng.random() < (max(self._share, _HURRIED_SHARE) if hurries else self._share)
+        least = _HURRIED_SHARE if 4 * len(self.current) < self._max_texts else 0.0
+        return self._rng.random() < max(self._share, least)
 
     def number(self, example: Example, scope: str) -> ValidationText:
         """Give a text its number, without adding it to the set."""

@@ -3,9 +3,12 @@ how much training slows serving."""
 
 import contextlib
 import math
+import signal
+import subprocess
+import threading
 import time
 from collections.abc import Callable, Generator, Hashable, Iterator
-from typing import Protocol, TypeVar, cast
+from typing import TypeVar, cast
 
 import torch
 
@@ -62,16 +65,33 @@ class StepDelay:
         return delay / (1.0 + delay)
 
 
-class Stoppable(Protocol):
-    """Training that computes beside this process and can be stopped at once, amid a piece of work."""
+class Brake:
+    """Stops a process at once and continues it, by signals. May be used from any thread."""
+
+    def __init__(self) -> None:
+        self.process: subprocess.Popen[bytes] | None = None
+        self.may_stop = False  # whether the process computes what can wait, and would end with its parent while stopped
+        self._is_on = False
+        self._lock = threading.Lock()
 
     @property
     def is_stopped(self) -> bool:
-        """Whether it was stopped and not continued."""
-        ...
+        """Whether the process has stopped computing."""
+        return self._is_on and self.may_stop
 
     def stop(self) -> None:
-        """Stop computing."""
+        """Stop the process if it may be stopped, until `go_on`."""
+        with self._lock:
+            if self.may_stop and not self._is_on and self.process is not None:
+                self.process.send_signal(signal.SIGSTOP)
+                self._is_on = True
+
+    def go_on(self) -> None:
+        """Continue the process."""
+        with self._lock:
+            if self._is_on and self.process is not None:
+                self.process.send_signal(signal.SIGCONT)
+            self._is_on = False
 
 
 class Pauses:
@@ -114,7 +134,7 @@ class TrainingTime:
         """`device`: device of the training thread; `covers`: returns whether the ledger covers this many more seconds;
         `pauses`: measures them, and may forbid to take any."""
         self.seconds = 0.0
-        self.process: Stoppable | None = None  # None: the training thread computes
+        self.brake: Brake | None = None  # of the training process; None: the training thread computes
         self._covers = covers
         self._cpu_clock = time.thread_time if device.type == "cpu" else time.perf_counter
         self._clock = clock
@@ -148,7 +168,7 @@ class TrainingTime:
         self.pauses.add(seconds)
         trains = self._computes and not self._is_stopped
         self._delay.observe(variant, seconds, trains=trains)
-        return not trains or self.process is not None  # beside a process at idle priority budgets learn all the same
+        return not trains or self.brake is not None  # beside a process at idle priority budgets learn all the same
 
     def stepping(self) -> None:
         """Record the start of an engine step that has work, and stop a training process that can go on in the next
@@ -158,8 +178,8 @@ class TrainingTime:
         if between < math.inf:
             self.pauses.add(between, idle_seconds=max(0.0, between - _UNUSED_SECONDS))
         self._step_began_at = now
-        if self.process is not None and self.pauses.exist:
-            self.process.stop()
+        if self.brake is not None and self.pauses.exist:
+            self.brake.stop()
 
     def skip_pause(self) -> None:
         """Do not count the time since the last step, in which the server could not serve, as a pause."""
@@ -167,7 +187,7 @@ class TrainingTime:
 
     @property
     def _is_stopped(self) -> bool:
-        return self.process is not None and self.process.is_stopped
+        return self.brake is not None and self.brake.is_stopped
 
     @property
     def is_idle(self) -> bool:

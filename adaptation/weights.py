@@ -7,6 +7,8 @@ higher version number.
 
 import copy
 import logging
+import mmap
+import os
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -298,3 +300,38 @@ def _model(
     model = SpecBlock(config).to(device=device, dtype=dtype).eval().requires_grad_(False)
     write_weights(model, weights)
     return model
+
+
+_ALIGNMENT = 64  # bytes
+
+
+def shared(named: Mapping[str, Tensor]) -> tuple[int, dict[str, Tensor]]:
+    """Copy tensors of any shape [...] to anonymous shared memory, which a process that inherits the descriptor can map;
+    not to /dev/shm, which containers keep small. Returns the descriptor and the copies by name."""
+    memory = os.memfd_create("adaptree-training")
+    os.ftruncate(memory, sum(_room(tensor) for tensor in named.values()))
+    tensors = mapped(memory, named)
+    for name, tensor in named.items():
+        tensors[name].copy_(tensor.detach())
+    return memory, tensors
+
+
+def mapped(memory: int, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Map tensors with the shapes [...] and types of `like`, one after another in this memory. The tensors keep the
+    mapping alive."""
+    pages, tensors, start = mmap.mmap(memory, os.fstat(memory).st_size), {}, 0
+    for name, tensor in like.items():
+        flat = torch.frombuffer(pages, dtype=tensor.dtype, count=tensor.numel(), offset=start)
+        tensors[name] = flat.view(tensor.shape)
+        start += _room(tensor)
+    return tensors
+
+
+def _room(tensor: Tensor) -> int:
+    return -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
+
+
+def lend(tensors: Mapping[str, Tensor], to: Mapping[str, Tensor]) -> None:
+    """Let parameters [...], which stay the same objects, use these tensors' memory."""
+    for name, tensor in to.items():
+        tensor.data = tensors[name]

@@ -18,6 +18,7 @@ import typer
 
 from adaptation.records import Event
 from adaptation.replay_buffer import KeptText, compact
+from adaptation.samples import ValidationText
 from benchmarks.shared import PromptFile
 from benchmarks.shift import event_row
 from benchmarks.shift_play import Learning, Noted
@@ -80,11 +81,13 @@ class Clock:
 
 
 def filled(adaptive: Adaptive, engines: Sequence[Engine], past: Sequence[Example]) -> None:
-    """Give the texts of earlier traffic to the replay buffer, and their answers to the memories. Raises StartupError
-    for an engine without a memory."""
+    """Give the texts of earlier traffic to the replay buffer and, the last ones, to the sums that a drafter is solved
+    from; and their answers to the memories. Raises StartupError for an engine without a memory."""
     texts = [compact(text) for text in past]
     kept = [KeptText(example=text, scope="", client="", value=float(text.top_ids.shape[0])) for text in texts]
-    adaptive.learner.replay.restore(kept)
+    buffers = adaptive.learner.feedback.buffers
+    buffers.replay.restore(kept)
+    buffers.for_sums.extend(ValidationText(0, text) for text in texts)
     for engine in engines:
         if not isinstance(engine.drafter, MemoryDrafter):
             raise StartupError(f"drafter {engine.drafter.name} has no memory; use memory+specblock")

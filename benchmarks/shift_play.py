@@ -86,7 +86,7 @@ class Learning:
     def go_on(self) -> None:
         """Let learning run."""
         if self._process is not None:
-            self._process.go_on()
+            self._process.brake.go_on()
         self._adaptive.learner.training.time.skip_pause()
         self._standing.clear()
         self._free.set()
@@ -98,7 +98,7 @@ class Learning:
         if not self._standing.wait(_PATIENCE_SECONDS):
             raise StartupError(f"learning does not stand still after {_PATIENCE_SECONDS:.0f} s; the log says why")
         if self._process is not None:
-            self._process.stop()
+            self._process.brake.stop()
         asked.cancel()
 
     def counts(self) -> Counts:

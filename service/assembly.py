@@ -271,8 +271,7 @@ def _learning(config: ServiceConfig, loaded: LoadedModel) -> memory_planner.Lear
         return None
     trains_here = learning.train_device == "same" or torch.device(learning.train_device) == loaded.model.device
     tuning = Tuning()
-    # The replay buffer is in the host's memory.
-    kept_texts = tuning.validation_texts + tuning.unscored_texts + tuning.queued_queries
+    kept_texts = tuning.validation_texts + tuning.unscored_texts + tuning.queued_queries  # no replay buffer
     makes = loaded.initial_drafter is not None
     return memory_planner.LearningSizes(trains_here, tuning.window_tokens, tuning.target_top, kept_texts, makes)
 

@@ -78,7 +78,8 @@ class Witness:
         self._learner.forget(scope)
 
     def work(self) -> bool:
-        scores = bool(self._learner._publisher.unscored) or self._learner._scoring is not None
+        monitor = self._learner._publisher.monitor
+        scores = bool(monitor.unscored) or monitor.scoring is not None
         works = self._learner.work()
         if works and not scores and self._learner._job is None:
             self.turns += 1

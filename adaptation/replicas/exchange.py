@@ -14,7 +14,7 @@ import time
 from typing import Final
 
 from adaptation.config import AdaptationConfig, Tuning
-from adaptation.learner import Learner, worker_of
+from adaptation.learner import Learner
 from adaptation.records import Refused, ReplicaStatus, Role, StoreLost
 from adaptation.replicas.follower import Follower, QuerySender, Replica, ServedWeights, VersionState
 from adaptation.replicas.leader import Leader
@@ -188,7 +188,8 @@ def join_replicas(
 ) -> tuple[Worker, Replicas]:
     """Build the learning thread, and the connection to other replicas if a store is configured. Raises ValueError for a
     store that cannot be used."""
-    worker = worker_of(learner, tuning)
+    device = learner.weights.train_device
+    worker = Worker(learner, max_waiting=tuning.queued_queries, niceness=tuning.niceness, device=device)
     if config.redis_url is None:
         return worker, LocalOnly(worker)
     name, fingerprint = f"{platform.node()}:{os.getpid()}", fingerprint_of(drafter, target_identity)

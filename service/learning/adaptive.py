@@ -165,10 +165,7 @@ def build_adaptive(
         given=source.given,
     )
     with _refusing():
-        threads = assembly.config.num_threads
-        learner = build_learner(
-            config, drafter, folder=folder, emit=emit, tuning=tuning, policy=policy, threads=threads
-        )
+        learner = build_learner(config, drafter, folder=folder, emit=emit, tuning=tuning, policy=policy)
         _keep_texts(learner, assembly.config, parts.identity, network.config)
         worker, replicas = join_replicas(
             config, learner, drafter, tuning, target_identity=assembly.loaded.parts.identity

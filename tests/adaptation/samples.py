@@ -174,7 +174,7 @@ class Bench:
 
     @property
     def buffers(self) -> SampleBuffers:
-        return self.learner._feedback.buffers
+        return self.learner.feedback.buffers
 
     @property
     def policy(self) -> Bandit:
@@ -198,7 +198,7 @@ class Bench:
 
 def score(learner: Learner) -> None:
     """Score the texts that wait for it."""
-    while learner._publisher.unscored or learner._scoring is not None:
+    while learner._publisher.monitor.unscored or learner._publisher.monitor.scoring is not None:
         learner.work()
 
 

@@ -137,7 +137,7 @@ def changed(tried: Bench, seeds: range) -> None:
 def test_other_traffic_judges_by_itself(tmp_path: Path) -> None:
     tried = full_bench(tmp_path)
     changed(tried, range(60))
-    assert len(tried.learner._feedback.validation.texts) >= 4
+    assert len(tried.learner.feedback.validation.texts) >= 4
     assert not tried.update()
     serve_until(tried, range(100, 160), "published")
     judged = next(event for event in tried.events if event.kind in ("published", "refused"))
@@ -338,7 +338,7 @@ def test_each_text_that_is_collected_is_charged(tmp_path: Path, monkeypatch: pyt
     charged = charges(tried, monkeypatch)
     taking(tried, monkeypatch, tried.learner._bootstrap, "add", 2.0)
     serve(tried, range(6), update=False)
-    collected = 6 - len(tried.learner._feedback.validation.texts)
+    collected = 6 - len(tried.learner.feedback.validation.texts)
     for seed in range(6, 6 + collected):
         tried.learner.work()
         tried.learner.observe(feedback(seed, store=False))  # what was taken is charged with the next query
@@ -350,9 +350,9 @@ def test_alarms_and_idle_updates_are_charged_when_they_end(tmp_path: Path, monke
     charged = charges(tried, monkeypatch)
     taking(tried, monkeypatch, tried.publisher.evaluator, "scored", 2.0)
     serve(tried, range(100, 104), update=False)
-    scored = len(tried.publisher.unscored)
+    scored = len(tried.publisher.monitor.unscored)
     monkeypatch.setattr(tried.policy, "due", lambda signals: None)
-    while tried.publisher.unscored or tried.learner._scoring is not None:
+    while tried.publisher.monitor.unscored or tried.publisher.monitor.scoring is not None:
         tried.learner.work()
         tried.learner.observe(feedback(1000, store=False))  # what was taken is charged with the next query
     assert charged == [2.0] * scored != []
@@ -490,7 +490,7 @@ def test_replays_between_the_pieces_of_a_judgement_do_not_change_it(tmp_path: Pa
         tried = taught(tmp_path / str(disturbs))
         serve(tried, range(100, 110), update=False)
         tried.events.clear()
-        tried.publisher.unscored.clear()
+        tried.publisher.monitor.unscored.clear()
         assert tried.learner.work()
         while tried.learner._job is not None:
             if disturbs:

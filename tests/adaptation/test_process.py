@@ -14,11 +14,11 @@ from torch import Tensor
 
 from adaptation.config import AdaptationConfig
 from adaptation.evaluator import replay_of
-from adaptation.learner import worker_of
 from adaptation.process import TrainingProcess
 from adaptation.records import TrainingLost
 from adaptation.samples import example_of
 from adaptation.timing import completed
+from adaptation.worker import Worker
 from drafters.network.checkpoint import weights_of
 from tests.adaptation.drafts import same
 from tests.adaptation.samples import EMBED, Bench, bench, beside_memory, drafter, feedback, full_bench, samples
@@ -48,7 +48,7 @@ def learn(tried: Bench, count: int = 16, *, updates: bool = True) -> None:
         if updates:
             tried.update()
         tried.weights.between_steps()
-    tried.publisher.unscored.clear()
+    tried.publisher.monitor.unscored.clear()
 
 
 def copied(tried: Bench) -> dict[str, Tensor]:
@@ -96,7 +96,7 @@ def test_a_request_stops_it_amid_a_piece_until_the_next_pause(tried: Bench, monk
     monkeypatch.setattr("adaptation.process._POLL_SECONDS", 0.0)
     next(pieces)
     time.stepping()
-    assert process.is_stopped
+    assert process.brake.is_stopped
     stopped, cpu_seconds = process.pid, cpu_seconds_of(process)
     for _ in range(2):
         next(pieces)
@@ -177,9 +177,9 @@ def test_an_update_whose_process_was_killed_can_be_abandoned(tried: Bench) -> No
 
 def kill(process: TrainingProcess) -> None:
     assert process.pid is not None
-    assert process._process is not None
+    assert process.brake.process is not None
     os.kill(process.pid, signal.SIGKILL)
-    process._process.wait()
+    process.brake.process.wait()
 
 
 @pytest.mark.slow
@@ -202,7 +202,7 @@ def test_one_that_stands_still_holds_up_no_command_and_is_replaced(
     assert process.pid is not None
     first, learnt = process.pid, learner.training.num_updates.total()
     os.kill(first, signal.SIGSTOP)
-    worker = worker_of(learner, tried.tuning)
+    worker = Worker(learner, max_waiting=256)
     worker.start()
     try:
         eventually(lambda: process.is_asked)
@@ -226,14 +226,14 @@ def test_one_that_is_stopped_ends_with_the_thread_that_started_it(tried: Bench) 
     def leave() -> None:
         for _ in range(3):  # begins, and computes
             next(pieces)
-        process._may_stop = True
-        process.stop()
+        process.brake.may_stop = True
+        process.brake.stop()
 
     thread = threading.Thread(target=leave)
     thread.start()
     thread.join()
-    assert process._process is not None
-    assert process._process.wait(60) == -signal.SIGKILL
+    assert process.brake.process is not None
+    assert process.brake.process.wait(60) == -signal.SIGKILL
     with pytest.raises(TrainingLost, match="died"):
         completed(pieces)
 
@@ -241,10 +241,10 @@ def test_one_that_is_stopped_ends_with_the_thread_that_started_it(tried: Bench) 
 def test_it_ends_when_the_server_closes_the_connection(tried: Bench) -> None:
     process = process_of(tried)
     completed(process.update("head", samples(4)))
-    assert process._process is not None
+    assert process.brake.process is not None
     assert process._connection is not None
     process._connection.close()
-    assert process._process.wait(60) == 0  # far above what it takes: only a process that stays fails
+    assert process.brake.process.wait(60) == 0  # far above what it takes: only a process that stays fails
 
 
 def test_tiny_drafters_are_trained_in_the_thread(tmp_path: Path) -> None:

@@ -181,7 +181,7 @@ def test_what_is_forgotten_is_gone_everywhere_at_once_and_the_rest_stays(path: P
     file = ReplayFile(path, KEY, BELONGS)
     both, rest = (learning(path.parent / name, file) for name in ("both", "rest"))
     for tried in (both, rest):
-        tried.learner._feedback.validation._rng.seed(1)
+        tried.learner.feedback.validation._rng.seed(1)
         for seed in range(24):
             scope = "b" if seed % 3 else "a"
             tried.learner.observe(asked(seed, scope=scope, store=seed < 20))
@@ -191,7 +191,7 @@ def test_what_is_forgotten_is_gone_everywhere_at_once_and_the_rest_stays(path: P
         assert len(file.read()) == number, "without texts of queries that must not be stored"
     assert number < 20
     both.learner.forget("a")
-    buffers, validation = both.buffers, both.learner._feedback.validation
+    buffers, validation = both.buffers, both.learner.feedback.validation
     texts: list[ValidationText] = [*validation.texts, *both.publisher.distance._texts]
     scopes = [*(one.scope for one in buffers.replay.texts), *(one.scope for _, one in buffers._waiting)]
     assert {*scopes, *(text.scope for text in texts)} == {"b"}

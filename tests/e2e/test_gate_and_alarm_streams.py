@@ -114,7 +114,7 @@ def test_poison_that_was_published_is_taken_back_within_one_window(known: Practi
     observe(built, known.stream(seed, 40, version=1))
     perturb(dict(built.weights.training.named_parameters()), (0.5, 1.0, 3.0)[seed % 3], seed)
     poisoned = built.weights.publish({})
-    built._publisher._watch_others()
+    built._publisher.monitor.weights_changed()
     built.weights.between_steps()
     events.clear()
     queries = 0
@@ -184,7 +184,7 @@ def publish(built: Learner, weights: dict[str, Tensor]) -> None:
         for name, value in built.weights.training.named_parameters():
             value.copy_(weights[name])
     built.weights.publish({})
-    built._publisher._watch_others()
+    built._publisher.monitor.weights_changed()
     built.weights.between_steps()
 
 

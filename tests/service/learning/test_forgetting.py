@@ -51,7 +51,7 @@ def test_texts_are_read_at_the_start_and_the_file_has_one_owner(assembly: Assemb
     while adaptive.worker.inbox.queries:
         adaptive.learner.observe(adaptive.worker.inbox.queries.popleft())
     adaptive.learner.save(training=True)
-    kept = adaptive.learner._feedback.buffers.replay
+    kept = adaptive.learner.feedback.buffers.replay
     assert len(kept) > 0
     assert kept.file is not None
     assert [text.scope for text in kept.file.read()] == [text.scope for text in kept.texts]
