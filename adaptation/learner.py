@@ -142,6 +142,8 @@ class Learner:
 
     def _solve(self) -> Pieces[None]:
         yield from self._publisher.solve()
+        if not self._bootstrap.collects:
+            self.feedback.buffers.for_sums.clear()
         self._charge()
         self.save(training=False)
 

@@ -138,6 +138,7 @@ class Stream:
         deadline = time.monotonic() + SETTLE_SECONDS
         while self.adaptive.worker.alive and not settled(self.adaptive.worker, 0.05):
             assert time.monotonic() < deadline, "learning does not settle"
+        self.adaptive.learner.training.time.skip_pause()  # so that training goes on beside the next round
         self.adaptive.engine.step()
 
     def survive(self, name: str, fault: Fault) -> Strike:

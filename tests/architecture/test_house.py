@@ -13,9 +13,9 @@ PRODUCT = modules(*PACKAGES)
 OUTSIDE_KERNELS = modules("service", "adaptation", "drafters")
 
 CODE_LINES = {
-    "product": (PRODUCT, 33_884),
+    "product": (PRODUCT, 33_886),
     BENCHMARKS: (modules(BENCHMARKS), 5_679),
-    "tests": (modules("tests"), 39_387),
+    "tests": (modules("tests"), 39_388),
 }
 """At most so many lines of code (no blank lines, comments, docstrings) in these files."""
 NUM_FILES = 240
