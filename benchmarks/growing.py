@@ -1,6 +1,6 @@
 """`python -m benchmarks growing`: what past answers gain as a server fills its memory, from an empty one."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -46,17 +46,20 @@ def contestants_of(assembly: Assembly) -> dict[str, Contestant]:
     return {name: partial(generate, engine) for name, engine in engines.items()}
 
 
-def row_of(what: Row, runs: Mapping[str, Sequence[Run]], part: slice) -> Row:
-    """Return the figures of some turns of all contestants; ratios of tokens per second have intervals over turns."""
-    mine = {name: list(all_runs[part]) for name, all_runs in runs.items()}
+def row_of(what: Row, runs: Mapping[str, Sequence[Run]], pairs: Iterable[tuple[str, str]]) -> Row:
+    """Return the figures of all contestants; ratios of tokens per second, of these pairs, have intervals over turns."""
     return {
         **what,
-        "requests": sum(len(run.answers) for run in mine[PLAIN]),
-        "tokens_per_second": {name: tokens_per_second(some) for name, some in mine.items()},
-        "tau": {name: tau(some) for name, some in mine.items()},
-        "ratios": {f"{a} over {b}": speed_ratio(mine[a], mine[b]) for a, b in _PAIRS},
-        "mismatched_tokens": sum(mismatches(mine[PLAIN], some) for some in mine.values()),
+        "requests": sum(len(run.answers) for run in runs[PLAIN]),
+        "tokens_per_second": {name: tokens_per_second(mine) for name, mine in runs.items()},
+        "tau": {name: tau(mine) for name, mine in runs.items()},
+        "ratios": {f"{a} over {b}": speed_ratio(runs[a], runs[b]) for a, b in pairs},
+        "mismatched_tokens": sum(mismatches(runs[PLAIN], mine) for mine in runs.values()),
     }
+
+
+def _part(runs: Mapping[str, Sequence[Run]], turns: slice) -> dict[str, Sequence[Run]]:
+    return {name: mine[turns] for name, mine in runs.items()}
 
 
 def run(
@@ -84,8 +87,11 @@ def run(
             runs = take_turns(one.prompts, contestants_of(assembly), measure, advance)
             what = {"set": one.name, "temperature": measure.temperature}
             firsts = range(0, len(runs[PLAIN]), turns)
-            rows += [row_of({**what, "first": at * concurrency}, runs, slice(at, at + turns)) for at in firsts]
-            ends.append(row_of({**what, "first": "end"}, runs, slice(-max(1, last // concurrency), None)))
+            rows += [
+                row_of({**what, "first": at * concurrency}, _part(runs, slice(at, at + turns)), _PAIRS) for at in firsts
+            ]
+            end = _part(runs, slice(-max(1, last // concurrency), None))
+            ends.append(row_of({**what, "first": "end"}, end, _PAIRS))
     summary = {"mismatched_tokens": sum(row["mismatched_tokens"] for row in rows), "end": ends}
     table = table_of(
         _COLUMNS, [*rows, *ends], section=lambda row: (row["set"], row["temperature"], row["first"] == "end")
@@ -93,7 +99,8 @@ def run(
     return conclude(assembly, out, rows, summary, table)
 
 
-def _ratio(a: str, b: str) -> Column:
+def ratio_column(a: str, b: str) -> Column:
+    """Return the column of a ratio in rows of `row_of`."""
     return f"{a} over {b}", lambda row: shown(row["ratios"][f"{a} over {b}"])
 
 
@@ -101,5 +108,5 @@ _COLUMNS: tuple[Column, ...] = (
     ("set", lambda row: f"{row['set']}, T = {row['temperature']:g}"),
     ("from", lambda row: str(row["first"])),
     ("tau on, off", lambda row: f"{row['tau'][ON]:.2f}, {row['tau'][OFF]:.2f}"),
-    *(_ratio(*pair) for pair in _PAIRS),
+    *(ratio_column(*pair) for pair in _PAIRS),
 )

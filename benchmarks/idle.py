@@ -19,6 +19,7 @@ import typer
 from adaptation.records import Event
 from adaptation.replay_buffer import KeptText, compact
 from adaptation.samples import ValidationText
+from benchmarks.growing import ratio_column, row_of
 from benchmarks.shared import PromptFile
 from benchmarks.shift import event_row
 from benchmarks.shift_play import Learning, Noted
@@ -33,17 +34,12 @@ from service.bench.experiment import (
     Row,
     conclude,
     counted,
-    mismatches,
     plain_engine,
     prepare,
     read_sets,
     request_of,
-    shown,
-    speed_ratio,
     table_of,
     take_turns,
-    tau,
-    tokens_per_second,
     warm_up,
 )
 from service.config import LoadedConfig
@@ -93,18 +89,6 @@ def filled(adaptive: Adaptive, engines: Sequence[Engine], past: Sequence[Example
             raise StartupError(f"drafter {engine.drafter.name} has no memory; use memory+specblock")
         for text in past:
             engine.drafter.add_answer("", text.tokens.tolist(), text.length - text.prompt)
-
-
-def row_of(what: Row, runs: Mapping[str, Sequence[Run]]) -> Row:
-    """Return the figures of all engines; ratios of tokens per second have intervals over turns."""
-    return {
-        **what,
-        "requests": sum(len(run.answers) for run in runs[PLAIN]),
-        "tokens_per_second": {name: tokens_per_second(mine) for name, mine in runs.items()},
-        "tau": {name: tau(mine) for name, mine in runs.items()},
-        "ratios": {f"{a} over {b}": speed_ratio(runs[a], runs[b]) for a, b in _PAIRS},
-        "mismatched_tokens": sum(mismatches(runs[PLAIN], mine) for mine in runs.values()),
-    }
 
 
 def run(
@@ -164,18 +148,14 @@ def measured(engines: Mapping[str, Engine], sets: Sequence[PromptSet], measures:
     with counted(len(measures) * sum(len(one.prompts) for one in sets), "requests") as advance:
         for one, measure in product(sets, measures):
             runs = take_turns(one.prompts, contestants, measure, advance)
-            rows.append(row_of({"set": one.name, "temperature": measure.temperature}, runs))
+            rows.append(row_of({"set": one.name, "temperature": measure.temperature}, runs, _PAIRS))
             for name, mine in runs.items():
                 all_runs[name] += mine
-    return [*rows, row_of({"set": "all", "temperature": None}, all_runs)]
-
-
-def _ratio(a: str, b: str) -> Column:
-    return f"{a} over {b}", lambda row: shown(row["ratios"][f"{a} over {b}"])
+    return [*rows, row_of({"set": "all", "temperature": None}, all_runs, _PAIRS)]
 
 
 _COLUMNS: tuple[Column, ...] = (
     ("set", lambda row: f"{row['set']}, T = {row['temperature']}"),
     ("tau, with and without", lambda row: f"{row['tau'][LEARNT]:.2f}, {row['tau'][MEMORY]:.2f}"),
-    *(_ratio(*pair) for pair in _PAIRS),
+    *(ratio_column(*pair) for pair in _PAIRS),
 )

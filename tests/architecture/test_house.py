@@ -14,7 +14,7 @@ OUTSIDE_KERNELS = modules("service", "adaptation", "drafters")
 
 CODE_LINES = {
     "product": (PRODUCT, 33_886),
-    BENCHMARKS: (modules(BENCHMARKS), 5_679),
+    BENCHMARKS: (modules(BENCHMARKS), 5_668),
     "tests": (modules("tests"), 39_388),
 }
 """At most so many lines of code (no blank lines, comments, docstrings) in these files."""
