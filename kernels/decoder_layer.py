@@ -17,7 +17,15 @@ from kernels.layers import GateForm, Heads, Product, RotaryRows, Weight, dense, 
 from kernels.mixers import AttentionMixer, RecurrentMixer
 from kernels.ops import Ops
 from kernels.recurrence import Convolution, Recurrence, StateRows
-from kernels.specs import AttentionSpec, FeedForwardSpec, LayerSpec, Norms, RecurrentSpec, Renamed
+from kernels.specs import (
+    AttentionSpec,
+    FeedForwardSpec,
+    LayerSpec,
+    Norms,
+    RecurrentSpec,
+    Renamed,
+    usual_name,
+)
 from kernels.tree_attention import MAX_DEPTH, AttentionForm, KVRows
 
 
@@ -81,12 +89,16 @@ class _Weights:
 
     def __init__(self, weights: Mapping[str, StackedWeight | Weight], ops: Ops, renamed: Renamed = ()) -> None:
         self._ops = ops
-        self.left = {_usual(name, renamed): weight for name, weight in weights.items()}
+        self.left = {usual_name(name, renamed): weight for name, weight in weights.items()}
 
     def product(self, *places: str, fused: str = "") -> Product:
         """Plan the product with the joined weights of these modules, or of the one that has all of them. Raises
         ValueError if some are missing."""
         return self._ops.plan_linear(*self._joined((fused,) if f"{fused}.weight" in self.left else places))
+
+    def row_product(self, place: str, unit: int = 1) -> Product:
+        """Plan the product with a weight whose columns several devices may share; `unit` of them stay on one."""
+        return self._ops.plan_row_product(*self._joined([place]), unit)
 
     def _joined(self, places: Sequence[str]) -> tuple[Weight, Tensor | None]:
         found = [self._matrix(f"{place}.weight") for place in places if f"{place}.weight" in self.left]
@@ -110,8 +122,9 @@ class _Weights:
             AttentionForm(own.scale, own.window, own.softcap, sinks),
             heads,
             self.product(*(f"self_attn.{name}_proj" for name in names), fused="self_attn.qkv_proj"),
-            self.product("self_attn.o_proj"),
+            self.row_product("self_attn.o_proj", unit=own.dim),
             own.gated,
+            slice(None) if own.own is None else slice(*(head * own.dim for head in own.own)),
         )
 
     def _part_gates(self, spec: AttentionSpec) -> None:
@@ -245,7 +258,7 @@ class _Weights:
 
     def _dense(self, part: str, gate: GateForm) -> DenseFeedForward:
         gate_up = self.product(f"{part}.gate_proj", f"{part}.up_proj", fused=f"{part}.gate_up_proj")
-        return DenseFeedForward(self._ops, gate_up, self.product(f"{part}.down_proj"), gate)
+        return DenseFeedForward(self._ops, gate_up, self.row_product(f"{part}.down_proj"), gate)
 
     def _stack(self, name: str) -> StackedWeight:
         """Take the weights of all experts. # -> [experts, out, in]"""
@@ -258,11 +271,6 @@ def feed_forward_of(weights: Mapping[str, Tensor], ops: Ops, spec: FeedForwardSp
     """Build a feed-forward alone, of one part, from weights named as in a layer. # weights [...] each"""
     assert not spec.beside, "each part would have norms"
     return _Weights(weights, ops).feed_forward(spec, lambda x, weight: x)
-
-
-def _usual(name: str, renamed: Renamed) -> str:
-    """What most families call the weight that one calls `name`."""
-    return next((usual + name.removeprefix(own) for own, usual in renamed if name.startswith(own)), name)
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,11 +27,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from typing import Any, Literal, NamedTuple, Protocol, Self
 
 import torch
 from torch import Tensor
 from torch.nn import functional
+
+from kernels.pieces import Pieces, added, finished, multiply
 
 Product = Callable[[Tensor], Tensor]
 """x [..., in] -> [..., out], in the type of both."""
@@ -62,9 +65,14 @@ class QuantisedWeight(ABC):
         """Copy the chosen rows, in their order, of a weight that was not joined. Raises ValueError unless they are
         whole groups of 32 rows. # chosen [rows] int64"""
 
+    @property
     @abstractmethod
-    def plan(self, bias: Tensor | None) -> Product:
-        """Plan the product with this weight, plus the bias [out]."""
+    def unit(self) -> int:
+        """Number of columns that cannot be parted, because they share scales or units."""
+
+    @abstractmethod
+    def plan(self, bias: Tensor | None, pieces: Pieces | None = None) -> Product:
+        """Plan the product with this weight, plus the bias [out]; see the op `plan_linear`."""
 
     def dense(self) -> Tensor:
         """Dequantise the whole weight. # -> [out, in]"""
@@ -110,16 +118,6 @@ class Embedding:
         return look_up(tokens, self.weight)
 
 
-def even_sample(weight: Weight, count: int) -> Tensor:
-    """Take every n-th element in row-major order, with the largest n that gives at least `count` elements, or all
-    elements if there are fewer. # -> [elements]"""
-    if isinstance(weight, Tensor):
-        return weight.detach().reshape(-1)[:: max(1, weight.numel() // count)]
-    rows, columns = weight.shape
-    places = torch.arange(0, rows * columns, max(1, rows * columns // count))
-    return weight.lookup(places // columns).gather(1, (places % columns)[:, None])[:, 0]
-
-
 def join(weights: Sequence[Weight]) -> Weight:
     """Concatenate weights [out, in] along `out`. Unless all are quantised, the result is a dense tensor."""
     quantised = [weight for weight in weights if isinstance(weight, QuantisedWeight)]
@@ -128,15 +126,19 @@ def join(weights: Sequence[Weight]) -> Weight:
     return torch.cat([dense(weight) for weight in weights])
 
 
-def plan_linear(weight: Weight, bias: Tensor | None) -> Product:
-    """Plan the product y = x W^T + b. # weight [out, in], bias [out] or None"""
+def plan_linear(weight: Weight, bias: Tensor | None, pieces: Pieces | None = None) -> Product:
+    """Plan the product y = x W^T + b, a sum of `pieces` where they are given. # weight [out, in], bias [out] or None"""
     if isinstance(weight, QuantisedWeight):
-        return weight.plan(bias)
-    return partial(functional.linear, weight=weight, bias=bias)
+        return weight.plan(bias, pieces)
+    if pieces is None:
+        return partial(functional.linear, weight=weight, bias=bias)
+    return partial(multiply, weight=weight, bias=bias, pieces=pieces)
 
 
 COLUMNS = 32
 """Columns of a quantised block."""
+SPAN = 8 * COLUMNS
+"""Columns that share units, in formats that have them."""
 
 _MOST = 127
 _LARGEST_SCALE = torch.finfo(torch.float16).max
@@ -210,8 +212,13 @@ class UnpackedWeight(QuantisedWeight):
         taken = QuantisedBlocks._make(None if value is None else value[chosen] for value in blocks)
         return type(self)([(form, taken)], self.shape[1], self.dtype)
 
-    def plan(self, bias: Tensor | None) -> Product:  # bias [out]
-        return partial(_product, parts=self._parts, bias=bias)
+    @property
+    def unit(self) -> int:
+        return max(SPAN if form.has_units else COLUMNS for form, _ in self._parts)
+
+    def plan(self, bias: Tensor | None, pieces: Pieces | None = None) -> Product:  # bias [out]
+        cut = pieces or Pieces((0, self.shape[1]))
+        return partial(_product, parts=self._parts, bias=bias, pieces=cut)
 
 
 def keep_blocks(
@@ -232,29 +239,22 @@ def in_8_bits(weight: Tensor) -> QuantisedBlocks:
     return QuantisedBlocks((counts + EIGHT_BITS.zero).to(torch.uint8), scales)
 
 
-def mxfp4_blocks(codes: Tensor, exponents: Tensor) -> QuantisedBlocks:
-    """Blocks in the format `MXFP4` of the OCP Microscaling specification: floats of 4 bits (E2M1) times 2^(exponent -
-    127). Raises ValueError if half of a scale, the unit of the table, is no float16.
-    # codes [rows, blocks, 32] uint8, exponents [rows, blocks] uint8"""
-    units = exponents.int() - 128
-    used = units[(codes & 7 > 0).any(-1)]  # a block of zeros has any scale
-    if ((used < -24) | (used > 15)).any():
-        raise ValueError("MXFP4 scales are not between 2^-23 and 2^16")
-    return QuantisedBlocks(codes, torch.exp2(units.clamp(-24, 15).double()).half()[..., None])
-
-
-def _product(x: Tensor, parts: Sequence[tuple[BlockFormat, QuantisedBlocks]], bias: Tensor | None) -> Tensor:
+def _product(
+    x: Tensor, parts: Sequence[tuple[BlockFormat, QuantisedBlocks]], bias: Tensor | None, pieces: Pieces
+) -> Tensor:
     """Quantise x and multiply it by a quantised weight. # x [..., in] -> [..., out]"""
     most = (activations := _blocks(x.float())).abs().amax(-1, keepdim=True)  # [..., blocks, 1]
     inverse = torch.where(most > 0, torch.full_like(most, _MOST) / most, 0.0)
     whole = (activations.double() * inverse.double()).round().float()  # the product is exact before it is rounded
-    y = torch.cat([_part_of_product(whole, most / _MOST, *part) for part in parts], dim=-1)
-    return (y if bias is None else y + bias.float()).to(x.dtype)
+    by_block = torch.cat([_part_of_product(whole, most / _MOST, *part) for part in parts], dim=-2)
+    ends = [-(-end // COLUMNS) for end in pieces.ends]
+    total = added([by_block[..., first:end].sum(-1) for first, end in pairwise(ends)])
+    return finished(total, bias, x.dtype) if pieces.whole else total
 
 
 def _part_of_product(whole: Tensor, scales: Tensor, form: BlockFormat, weight: QuantisedBlocks) -> Tensor:
     """Multiply quantised activations by one part of a weight.
-    # whole [..., blocks, 32], scales [..., blocks, 1] -> [..., out]"""
+    # whole [..., blocks, 32], scales [..., blocks, 1] -> [..., out, blocks]"""
     whole = whole.unflatten(-1, (-1, form.size))  # [..., blocks, scales, size]
     codes = form.numbers(weight.codes).unflatten(2, (-1, form.size))
     dots = torch.einsum("...bsi,obsi->...obs", whole, codes)  # whole numbers below 2^24: exact
@@ -262,7 +262,7 @@ def _part_of_product(whole: Tensor, scales: Tensor, form: BlockFormat, weight: Q
     y: Tensor = dots * factors * scales[..., None, :, :]
     if minima:
         y = y + minima[0] * (scales * whole.sum(-1))[..., None, :, :]
-    return y.flatten(-2).sum(-1)
+    return y.sum(-1)
 
 
 def _blocks(x: Tensor) -> Tensor:

@@ -29,6 +29,7 @@ class AttentionMixer:
     query_key_value: Product
     output: Product
     gated: bool  # the projection has a gate of each output too, behind the values
+    own: slice  # columns of the outputs that are projected
 
     def __call__(self, x: Tensor, places: "RowPlaces", pool: Tensor) -> Tensor:
         """Attend, and project the result. # x [rows, hidden]; pool [2, slots, kv_heads, dim] -> like x"""
@@ -43,7 +44,7 @@ class AttentionMixer:
     def attended(self, query: Tensor, places: "RowPlaces", pool: Tensor, gate: Tensor | None = None) -> Tensor:
         """Attend, and project the result. # query [rows, query heads, dim], gate [rows, query heads * dim] -> [rows,
         hidden]"""
-        found = places.of(self.form.window).attention.attend(query, pool, self.form).flatten(1)
+        found = places.of(self.form.window).attention.attend(query, pool, self.form).flatten(1)[:, self.own]
         return self.output(found if gate is None else opened(found, gate, self.ops))
 
     def _projected(self, x: Tensor, pool: Tensor) -> tuple[Tensor, Tensor | None]:

@@ -8,6 +8,7 @@ are not in the table (noise for a drafter's candidates) are plain torch on every
 from collections.abc import Callable
 from functools import cache
 from importlib import import_module
+from math import lcm
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from kernels.experts import Experts, QuantisedStack, StackedWeight, choose_exper
 from kernels.joint_tree import add_text, grow_joint_tree, learn_committed
 from kernels.lattice import grow_lattice, plan_growth, rank_features, spread_classes
 from kernels.layers import (
+    COLUMNS,
     EIGHT_BITS,
     Product,
     QuantisedWeight,
@@ -31,6 +33,7 @@ from kernels.layers import (
     plan_linear,
     rotary_store,
 )
+from kernels.pieces import Devices, Pieces, pieces_of, plan_shared
 from kernels.recurrence import advance_states, gated_rms_norm
 from kernels.rows import lay_out_rows
 from kernels.sample import choose_likeliest, gumbel_noise_of, sample
@@ -85,13 +88,27 @@ class Ops:
         """`others`: kernels that replace the references of the same names."""
         vars(self).update(others)
 
+    def plan_row_product(self, weight: Weight, bias: Tensor | None, unit: int) -> Product:
+        """Plan a product over columns that several devices may share, `unit` of which stay on one.
+        # weight [out, in], bias [out]"""
+        return self.plan_linear(weight, bias, pieces_of(weight.shape[1], _unit(weight, unit)))
+
+    def shared_by(self, devices: Devices) -> "Ops":
+        """Return the same ops, except that `plan_row_product` multiplies by this device's columns of a weight, and adds
+        up the sums of all devices."""
+
+        def plan(weight: Weight, bias: Tensor | None, unit: int) -> Product:
+            return plan_shared(self.plan_linear, weight, bias, _unit(weight, unit), devices)
+
+        return Ops(**{**vars(self), "plan_row_product": plan})
+
     def in_8_bits(self) -> "Ops":
         """Return the same ops, except that `plan_linear` and `plan_experts` quantise dense weights to 8 bits."""
         changed = {"plan_linear": self._plan_in_8_bits, "plan_experts": self._plan_experts_in_8_bits}
         return Ops(**{**vars(self), **changed})
 
-    def _plan_in_8_bits(self, weight: Weight, bias: Tensor | None) -> Product:
-        return self.plan_linear(self._in_8_bits(weight) if isinstance(weight, Tensor) else weight, bias)
+    def _plan_in_8_bits(self, weight: Weight, bias: Tensor | None, pieces: Pieces | None = None) -> Product:
+        return self.plan_linear(self._in_8_bits(weight) if isinstance(weight, Tensor) else weight, bias, pieces)
 
     def _plan_experts_in_8_bits(self, gate_up: StackedWeight, down: StackedWeight, *others: Any) -> Experts:
         return self.plan_experts(self._stack_in_8_bits(gate_up), self._stack_in_8_bits(down), *others)
@@ -102,6 +119,11 @@ class Ops:
     def _in_8_bits(self, weight: Tensor) -> QuantisedWeight:
         pieces = map(in_8_bits, weight.detach().split(_ROWS))
         return self.keep_blocks(EIGHT_BITS, (weight.shape[0], weight.shape[1]), weight.dtype, pieces)
+
+
+def _unit(weight: Weight, unit: int) -> int:
+    """Number of columns that stay on one device, where `unit` columns do and the weight's blocks are not parted."""
+    return lcm(unit, weight.unit if isinstance(weight, QuantisedWeight) else COLUMNS)
 
 
 _ROWS = 4096  # rows of a weight that are held as float32 at a time while it is quantised

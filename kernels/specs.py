@@ -34,6 +34,11 @@ Renamed = tuple[tuple[str, str], ...]
 """Beginnings of weights' names, and what other families call them."""
 
 
+def usual_name(name: str, renamed: Renamed) -> str:
+    """Return what most families call the weight that one calls `name`."""
+    return next((usual + name.removeprefix(own) for own, usual in renamed if name.startswith(own)), name)
+
+
 class QueryScaling(NamedTuple):
     """Factor on the queries of later positions, 1 + beta ln(1 + floor(position / length)) (Llama 4, Ministral 3)."""
 
@@ -81,6 +86,7 @@ class AttentionSpec:
     keys_are_values: bool = False  # the projection of keys, before its norm, is that of values too
     source: int | None = None  # earlier layer whose keys and values this one reads; it projects only queries
     gated: bool = False  # each head's query is followed by a gate of its output, whose sigmoid multiplies it
+    own: tuple[int, int] | None = None  # first and end of the heads whose output is projected; None: all
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ import importlib.util
 import logging
 import platform
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryFile
 
@@ -46,6 +47,7 @@ from service.engine.memory_planner import KVRoom, MemoryPlan, memory_for, room_f
 from service.engine.target import Target
 from service.engine.weights import BeginDrafter, LoadedModel, describe, load_model
 from service.errors import StartupError
+from service.follow import SharedModel, build_name, load_shared
 from service.learning.auto import Facts, decide, facts_file
 from service.logging import bar
 from service.text.grammars import GrammarCompiler
@@ -81,7 +83,7 @@ class Assembly:
         same_bits = self.loaded.is_quantised and not self.loaded.has_experts and self.target.runs_by_ops
         if same_bits and kernels != "torch":
             kernels = platform.machine()  # torch's results depend on the width of its vectors
-        layout = f"{torch.get_num_threads()} {kernels}"
+        layout = kernels if self.target.runs_by_ops and kernels != "torch" else f"{torch.get_num_threads()} {kernels}"
         parts = f"{self.loaded.fingerprint} {self.loaded.dtype_name} {self.numerics} {layout}"
         return "fp_" + hashlib.sha256(parts.encode()).hexdigest()[:12]
 
@@ -200,8 +202,27 @@ def load_target(
             unverified=config.unverified,
             max_model_len=config.max_model_len,
         )
-        loaded = load_model(described, dtype=dtype, device=device, begin_drafter=begin, in_blocks=in_blocks)
+        how = partial(load_model, described, dtype=dtype, device=device, in_blocks=in_blocks)
+        if config.tensor_parallel == 1:
+            loaded = how(begin_drafter=begin)
+        else:
+            loaded = load_shared(config, device, _shared(config, dtype, in_blocks, in_8_bits), how)
     return replace(loaded, in_8_bits=in_8_bits)
+
+
+def _shared(config: ServiceConfig, dtype: torch.dtype, in_blocks: bool, in_8_bits: bool) -> SharedModel:
+    """What the processes that share the model load."""
+    return SharedModel(
+        build=build_name(),
+        model=config.model_source,
+        revision=config.revision,
+        unverified=config.unverified,
+        max_model_len=config.max_model_len,
+        dtype=str(dtype).removeprefix("torch."),
+        in_blocks=in_blocks,
+        in_8_bits=in_8_bits,
+        threads=config.num_threads,
+    )
 
 
 def dtype_of(config: ServiceConfig, device: torch.device) -> torch.dtype:
@@ -225,7 +246,7 @@ def _draft_model(
     name = str(config.drafter_path)
     length = limits.max_model_len
     settings = config.model_copy(
-        update={"model": name, "drafter": "none", "drafter_path": None, "max_model_len": length}
+        update={"model": name, "drafter": "none", "drafter_path": None, "max_model_len": length, "tensor_parallel": 1}
     )
     found = load_target(settings, loaded.model.device)
     return draft_model_of(found, loaded, name=name, max_model_len=limits.max_model_len)

@@ -125,6 +125,16 @@ def _serve(loaded: LoadedConfig) -> None:
     serve(loaded.config)
 
 
+@app.command("follow", hidden=True)
+def _follow() -> None:
+    """Compute a part of a model for the server that has started this command, which says where it is."""
+    from service.follow import follow_leader
+    from service.logging import configure_logging
+
+    configure_logging("info", as_json=False)
+    follow_leader(sys.stdin.read())
+
+
 @app.command("doctor")
 @with_settings
 def _doctor(loaded: LoadedConfig) -> None:

@@ -127,9 +127,17 @@ class ServiceConfig(BaseModel):
         "Where the target runs: auto (a GPU if there is one), cpu, cuda or cuda:N.",
         pattern=r"^(auto|cpu|cuda(:\d+)?)$",
     )
+    tensor_parallel: int = _setting(
+        1,
+        "Number of processes that share the model, each on a device of its own with its part of weights and KV cache: "
+        "1, 2, 4 or 8. It changes no text. On one machine the server starts them; across machines torchrun does.",
+        ge=1,
+        le=8,
+    )
     threads: int | None = _setting(
         None,
-        "CPU threads for tensor work. Unset: one per physical core this process may use, within its CPU quota.",
+        "CPU threads for tensor work, of each process that shares the model. Unset: one per physical core this process "
+        "may use, within its CPU quota, divided by tensor_parallel.",
         ge=1,
         le=1024,
     )
@@ -319,7 +327,7 @@ class ServiceConfig(BaseModel):
     def num_threads(self) -> int:
         """CPU threads for tensor work. Fixed for the whole run, because torch without compiled kernels splits sums by
         thread, which changes their rounding."""
-        return usable_cores() if self.threads is None else self.threads
+        return max(1, usable_cores() // self.tensor_parallel) if self.threads is None else self.threads
 
     @property
     def memory_bytes(self) -> int:

@@ -34,6 +34,7 @@ from service.engine.requests import GenerationRequest, SamplingParams, Scope
 from service.engine.stats import LoadStats
 from service.engine.thread import EngineThread, Observe
 from service.errors import RequestError
+from service.follow import follows
 from service.learning.adaptive import Adaptive, build_adaptive, learning_folder, log_event, naming_secret
 from service.observability.guard import Part
 from service.observability.live import Live
@@ -55,7 +56,10 @@ _BOOTSTRAP_SCOPE = Scope(address="bootstrap prompts")
 
 
 def serve(config: ServiceConfig) -> None:
-    """Serve until SIGTERM or interrupt. Raises StartupError when the model cannot be served as configured."""
+    """Serve until SIGTERM or interrupt, or compute a part of the model where torchrun has started this process for it.
+    Raises StartupError when the model cannot be served as configured."""
+    if follows(config):
+        return
     with suppress(asyncio.CancelledError):  # interrupted while the model was loading
         uvloop.run(_serve(config))
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from drafters.network.config import DrafterConfig, config_from
 from drafters.network.model import SpecBlock
-from kernels.layers import Weight, dense, even_sample
+from kernels.layers import Weight, dense
 
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
@@ -57,6 +57,16 @@ class TargetParts:
     def head(self) -> Tensor | None:
         """The output head as a dense tensor, or None if it was repacked. # [vocab, hidden]"""
         return self.embedding if self.output is self.table else None if self.output is None else dense(self.output)
+
+
+def even_sample(weight: Weight, count: int) -> Tensor:
+    """Take every n-th element in row-major order, with the largest n that gives at least `count` elements, or all
+    elements if there are fewer. # -> [elements]"""
+    if isinstance(weight, Tensor):
+        return weight.detach().reshape(-1)[:: max(1, weight.numel() // count)]
+    rows, columns = weight.shape
+    places = torch.arange(0, rows * columns, max(1, rows * columns // count))
+    return weight.lookup(places // columns).gather(1, (places % columns)[:, None])[:, 0]
 
 
 def identity_of(embedding: Weight, config: Mapping[str, Any]) -> str:

@@ -16,6 +16,7 @@ from kernels.decoder_layer import DecoderLayer, RowPlaces
 from kernels.experts import Experts, StackedWeight
 from kernels.layers import Product, Weight
 from kernels.ops import Ops
+from kernels.pieces import Pieces
 
 ServedInput = Callable[[Tensor, Tensor], Tensor]
 """Serving form of `Input.blocks`, for all entries: context and embedded [rows, hidden] -> [rows, block, width]."""
@@ -97,9 +98,9 @@ class WeightPlanner:
         """Return the RMS norm with the weight of that name."""
         return ServedNorm(self.tensor(self.weights[name]), epsilon, self.ops)
 
-    def product(self, weight: Weight, bias: Tensor | None = None) -> Product:
+    def product(self, weight: Weight, bias: Tensor | None = None, pieces: Pieces | None = None) -> Product:
         """Return the matrix product with a weight. # weight [out, in], bias [out]"""
-        return self.ops.plan_linear(self.tensor(weight), None if bias is None else self.tensor(bias))
+        return self.ops.plan_linear(self.tensor(weight), None if bias is None else self.tensor(bias), pieces)
 
     def _experts(self, gate_up: StackedWeight, down: StackedWeight, *others: Any) -> Experts:
         """Plan the op of that name. # gate_up [experts, 2 * width, in], down [experts, out, width]"""

@@ -12,6 +12,8 @@ from torch.nn import functional
 from kernels.cpu.library import CStruct, call, function, halves, weight_memory
 from kernels.cpu.tree_attention import CompiledAttention, layer_of
 from kernels.layers import (
+    COLUMNS,
+    SPAN,
     BlockFormat,
     GateForm,
     Heads,
@@ -25,6 +27,7 @@ from kernels.layers import (
     spans_projection,
 )
 from kernels.layers import plan_layers as op_by_op
+from kernels.pieces import Pieces
 from kernels.tree_attention import Attention
 
 if TYPE_CHECKING:  # an import at run time would be circular
@@ -46,14 +49,21 @@ class PackedLinear:
         sizes: tuple[int, int],
         bias: Tensor | None,
         dtype: torch.dtype,
-        missing: int = 0,
+        pieces: Pieces | None,
         kept: object = None,
     ) -> None:
-        """`kernel`: name of the C function; `sizes`: input and output columns of the packed weight, of which the last
-        `missing` input columns are padding; `kept`: objects that `weights` points to, kept alive.
+        """`kernel`: name of the C function without pieces; `sizes`: input and output columns of the weight; `kept`:
+        objects that `weights` points to, kept alive.
         # weights: packed weight, or a C structure as bytes; bias [out]"""
-        self._call, self.missing = function(kernel, dtype), missing
         self.columns, self.out = sizes
+        self.missing = 0 if kernel == QUANTISED else self.columns % 2  # the kernel reads columns in pairs
+        self.columns += self.missing
+        self._of_parts = torch.float32 if pieces is not None and not pieces.whole else None
+        if pieces is not None:
+            ends = [end + self.missing * (end == sizes[0]) for end in pieces.ends]
+            weights, kept = as_tensor(CStruct(weights, len(ends) - 1, not pieces.whole, *ends)), (weights, kept)
+            kernel = f"{kernel}_pieces"
+        self._call = function(kernel, dtype)
         padding = 0, -self.out % OUTPUTS
         padded = None if bias is None else functional.pad(bias.detach().float(), padding)
         self._kept = weights, padded, kept
@@ -68,21 +78,24 @@ class PackedLinear:
         """Compute x W^T + b. # [..., in] -> [..., out]"""
         x = functional.pad(x, (0, self.missing)) if self.missing else x.contiguous()
         columns, out = self.columns, self.out
-        y = x.new_empty(*x.shape[:-1], out)
+        y = x.new_empty(*x.shape[:-1], out, dtype=self._of_parts)
         self._call(x.data_ptr(), *self._addresses, y.data_ptr(), x.numel() // columns, columns, out)
         return y
 
 
-def plan_linear(weight: Weight, bias: Tensor | None) -> Product:
+QUANTISED = "linear_quantised"
+
+
+def plan_linear(weight: Weight, bias: Tensor | None, pieces: Pieces | None = None) -> Product:
     """Same as the reference op, but batch invariant. # weight [out, in], bias [out]"""
     if isinstance(weight, QuantisedWeight):
-        return weight.plan(bias)
-    missing = weight.shape[1] % 2  # the kernel reads columns in pairs
-    whole = functional.pad(weight.detach(), (0, missing)).contiguous()
+        return weight.plan(bias, pieces)
+    sizes = weight.shape[1], weight.shape[0]
+    whole = functional.pad(weight.detach(), (0, weight.shape[1] % 2)).contiguous()
     out, columns = whole.shape
     packed = weight_memory(-(-out // OUTPUTS) * OUTPUTS * columns * whole.itemsize)
     call("pack", whole, packed, columns, out, dtype=weight.dtype)
-    return PackedLinear("linear", packed, (columns, out), bias, weight.dtype, missing)
+    return PackedLinear("linear", packed, sizes, bias, weight.dtype, pieces)
 
 
 class PackedPart(NamedTuple):
@@ -141,10 +154,14 @@ class PackedWeight(QuantisedWeight):
         (part,), groups = self.parts, groups_of(chosen, self.shape[0])
         return type(self)([part.rows(groups)], self.shape[1], self.dtype)
 
-    def plan(self, bias: Tensor | None) -> PackedLinear:  # bias [out]
+    @property
+    def unit(self) -> int:
+        return max(SPAN if part.structure.words[-1] else COLUMNS for part in self.parts)
+
+    def plan(self, bias: Tensor | None, pieces: Pieces | None = None) -> PackedLinear:  # bias [out]
         parts = as_tensor(b"".join(part.structure for part in self.parts))
         matrix = as_tensor(CStruct(parts, len(self.parts)))
-        return PackedLinear("linear_quantised", matrix, self.shape[::-1], bias, self.dtype, kept=(parts, self.parts))
+        return PackedLinear(QUANTISED, matrix, self.shape[::-1], bias, self.dtype, pieces, kept=(parts, self.parts))
 
 
 def keep_blocks(

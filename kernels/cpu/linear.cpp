@@ -1,4 +1,4 @@
-// y = x W^T + b. Every output is summed in the order of x's columns, whatever the batch.
+// y = x W^T + b. Every output is summed in the order of x's columns, piece by piece, whatever the batch.
 //
 // A packed weight is [ceil(out / COLUMNS)][in / 2][COLUMNS][2] of bf16, or [ceil(out / COLUMNS)][in][COLUMNS] of float: a
 // tile of COLUMNS outputs is read front to back, once for up to MOST_ROWS rows.
@@ -9,6 +9,7 @@
 
 #include "decoder.h"
 #include "export.h"
+#include "pieces.h"
 #include "team.h"
 
 namespace {
@@ -74,36 +75,40 @@ inline void add(Sums<ROWS>& sums, const float* x, int64_t in, const bf16* w) {
 #endif
 
 template <class X, class W, int ROWS>
-void tile(const X* x, const W* w, const float* bias, W* y, int64_t in, int64_t out, int columns) {
-    Sums<ROWS> sums;
-    for (int r = 0; r < ROWS; r++)
-        for (int v = 0; v < VECTORS; v++) sums[r][v] = bias ? load(bias + v * LANES) : Vec{};
-    for (int64_t i = 0; i < in; i += PAIR<W>, w += PAIR<W> * COLUMNS) {
-        for (int byte = 0; byte < COLUMNS * 4; byte += 64) prefetch_weights((const char*)w + byte);
-        add<ROWS>(sums, x + i, in, w);
+void tile(const X* x, const W* w, const float* bias, void* y, int64_t at, int64_t in, int64_t out, int columns, const Cut& cut) {
+    Vec kept[Cut::MOST_LEVELS][ROWS * VECTORS];
+    for (int piece = 0; piece < cut.count; piece++) {
+        Sums<ROWS> sums{};
+        for (int64_t i = cut.ends[piece]; i < cut.ends[piece + 1]; i += PAIR<W>, w += PAIR<W> * COLUMNS) {
+            for (int byte = 0; byte < COLUMNS * 4; byte += 64) prefetch_weights((const char*)w + byte);
+            add<ROWS>(sums, x + i, in, w);
+        }
+        keep(kept, &sums[0][0], piece);
     }
+    const Vec* sums = kept[cut.levels()];
     for (int r = 0; r < ROWS; r++)
-        for (int v = 0; v < VECTORS; v++) store_end(y + r * out + v * LANES, sums[r][v], columns - v * LANES);
+        for (int v = 0; v < VECTORS; v++)
+            finish<W>(y, at + r * out + v * LANES, sums[r * VECTORS + v], bias ? bias + v * LANES : nullptr, columns - v * LANES, cut);
 }
 
 template <class X, class W>
-using Tile = void (*)(const X*, const W*, const float*, W*, int64_t, int64_t, int);
+using Tile = void (*)(const X*, const W*, const float*, void*, int64_t, int64_t, int64_t, int, const Cut&);
 template <class X, class W, int... ROWS>
 constexpr std::array<Tile<X, W>, MOST_ROWS> tiles(std::integer_sequence<int, ROWS...>) {
     return {tile<X, W, ROWS + 1>...};
 }
 
 template <class X, class W>
-void product(const X* x, const Group* groups, int64_t count, W* y, int64_t in, int64_t out) {
+void product(const X* x, const Group* groups, int64_t count, void* y, int64_t in, int64_t out, const Cut& cut) {
     static constexpr auto TILES = tiles<X, W>(std::make_integer_sequence<int, MOST_ROWS>());
     const int64_t of_each = (out + COLUMNS - 1) / COLUMNS;
-    for_each(count * of_each, false, [=](int64_t tile) {
+    for_each(count * of_each, false, [=, &cut](int64_t tile) {
         const Group& group = groups[tile / of_each];
         const int64_t first = tile % of_each * COLUMNS, parts = (group.rows + MOST_ROWS - 1) / MOST_ROWS;
         for (int64_t part = 0; part < parts; part++) {
             const int64_t begin = group.rows * part / parts, end = group.rows * (part + 1) / parts, at = group.first + begin;
             TILES[end - begin - 1](x + at * in, (const W*)group.packed + first * in, group.bias ? group.bias + first : nullptr,
-                                   y + at * out + first, in, out, int(std::min<int64_t>(COLUMNS, out - first)));
+                                   y, at * out + first, in, out, int(std::min<int64_t>(COLUMNS, out - first)), cut);
         }
     });
 }
@@ -117,11 +122,17 @@ void pack(const W* weight, W* packed, int64_t in, int64_t out) {
                     *packed++ = first + c < out ? weight[(first + c) * in + i + j] : W{};
 }
 
+template <class T>
+void multiply(const T* x, const Group* groups, int64_t count, void* y, int64_t in, int64_t out, const Cut& cut) {
+    const int64_t rows = count ? groups[count - 1].first + groups[count - 1].rows : 0;
+    const auto* values = factors(x, rows * in);
+    product<std::decay_t<decltype(*values)>, T>(values, groups, count, y, in, out, cut);
+}
+
 // Groups of rows, each with a weight of its own; no row is left out.
 template <class T>
 void grouped_linear(const T* x, const Group* groups, int64_t count, T* y, int64_t in, int64_t out) {
-    const int64_t rows = count ? groups[count - 1].first + groups[count - 1].rows : 0;
-    product(factors(x, rows * in), groups, count, y, in, out);
+    multiply(x, groups, count, y, in, out, Cut(in));
 }
 
 template <class T>
@@ -130,8 +141,16 @@ void linear(const T* x, const void* packed, const float* bias, T* y, int64_t row
     grouped_linear(x, &all, 1, y, in, out);
 }
 
+template <class T>
+void linear_pieces(const T* x, const void* pieces, const float* bias, T* y, int64_t rows, int64_t in, int64_t out) {
+    const Pieces& own = *(const Pieces*)pieces;
+    const Group all{own.packed, bias, 0, rows};
+    multiply(x, &all, 1, y, in, out, own.cut);
+}
+
 }  // namespace
 
 EXPORT_TYPES(pack)
 EXPORT_TYPES(linear)
+EXPORT_TYPES(linear_pieces)
 EXPORT_TYPES(grouped_linear)

@@ -3,8 +3,8 @@
 //     w_oi = scale_oB (code_oi - zero) + min_oB,   x_i ~ a_B p_i,   B: the block of column i
 //     y_o = b_o + sum_B scale_oB a_B (sum_{i in B} code_oi p_i - zero sum_{i in B} p_i) + min_oB a_B sum_{i in B} p_i
 //
-// The sums within a block are whole numbers and exact; blocks are added up in order, each by one fused multiply-add, so
-// that a row has the same bits in any batch, and on every processor with 8 or 16 floats to a register.
+// The sums within a block are whole numbers and exact; blocks of a piece are added up in order, each by one fused
+// multiply-add, so that a row has the same bits in any batch, and on every processor with 8 or 16 floats to a register.
 //
 // A packed matrix is [ceil(out / TILE)] tiles of [in / 32] blocks of 32 columns. A block begins with codes. Of 8 bits:
 // [8][TILE][4]; else their lower four as [4][TILE][4], columns 8 j to 8 j + 3 in the lower nibbles of the j-th, the next
@@ -20,6 +20,7 @@
 
 #include "decoder.h"
 #include "export.h"
+#include "pieces.h"
 #include "team.h"
 
 namespace {
@@ -279,52 +280,56 @@ inline Vec floats(const int8_t* numbers) {
 #endif
 }
 
-// sums [ROWS]: of one tile of outputs, for each row of x [ROWS, blocks]. The product of a unit and a number is exact.
+// results [ROWS]: of one tile of outputs, for each row of x [ROWS, blocks]. The product of a unit and a number is exact.
 template <int BITS, int SIZE, bool MINIMA, bool UNITS, int ROWS>
-void tile(const Activations* x, const uint8_t* w, int32_t zero, Vec* results, int64_t blocks) {
+void tile(const Activations* x, const uint8_t* w, int32_t zero, Vec* results, int64_t blocks, const Cut& cut) {
     using Scale = std::conditional_t<UNITS, int8_t, uint16_t>;
     constexpr int SCALES = COLUMNS / SIZE, TOGETHER = UNITS ? SPAN : 1;  // of a block
     constexpr int64_t CODE_BYTES = REGISTER * stored(BITS), SCALE_BYTES = TILE * SCALES * (1 + MINIMA) * sizeof(Scale);
     constexpr int64_t UNIT_BYTES = UNITS ? 2 * TILE * (1 + MINIMA) : 0;
     constexpr int64_t BYTES = CODE_BYTES + SCALE_BYTES + UNIT_BYTES / TOGETHER;  // of a block with its share
-    Vec sums[ROWS], units[2];
+    Vec units[2], kept[Cut::MOST_LEVELS][ROWS];
+    for (int piece = 0; piece < cut.count; piece++) {
+        Vec sums[ROWS];
+        const int64_t end = (cut.ends[piece + 1] + COLUMNS - 1) / COLUMNS;
 #pragma GCC unroll 12  // all loops over rows, or sums are kept in memory
-    for (int r = 0; r < ROWS; r++) sums[r] = results[r];
-    for (int64_t first = 0; first < blocks; first += TOGETHER, w += TOGETHER * BYTES) {
-        if (UNITS) units[0] = floats((const uint16_t*)w), units[1] = floats((const uint16_t*)w + MINIMA * TILE);
-        const int64_t count = UNITS ? std::min<int64_t>(TOGETHER, blocks - first) : 1;
-        for (int64_t within = 0; within < count; within++, x++) {
-            for (int64_t i = 0; i < BYTES; i += 64) prefetch_weights(w + within * BYTES + i);
-            const uint8_t* codes_at = w + UNIT_BYTES + (UNITS ? TOGETHER * SCALE_BYTES + within * CODE_BYTES : 0);
-            const Scale* scales = (const Scale*)(w + (UNITS ? UNIT_BYTES + within * SCALE_BYTES : CODE_BYTES));
-            Vec minima = MINIMA ? floats(scales + SCALES * TILE) : Vec{};
-            if (UNITS && MINIMA) minima *= units[1];
+        for (int r = 0; r < ROWS; r++) sums[r] = Vec{};
+        for (int64_t first = cut.ends[piece] / COLUMNS; first < end; first += TOGETHER, w += TOGETHER * BYTES) {
+            if (UNITS) units[0] = floats((const uint16_t*)w), units[1] = floats((const uint16_t*)w + MINIMA * TILE);
+            const int64_t count = UNITS ? std::min<int64_t>(TOGETHER, end - first) : 1;
+            for (int64_t within = 0; within < count; within++, x++) {
+                for (int64_t i = 0; i < BYTES; i += 64) prefetch_weights(w + within * BYTES + i);
+                const uint8_t* codes_at = w + UNIT_BYTES + (UNITS ? TOGETHER * SCALE_BYTES + within * CODE_BYTES : 0);
+                const Scale* scales = (const Scale*)(w + (UNITS ? UNIT_BYTES + within * SCALE_BYTES : CODE_BYTES));
+                Vec minima = MINIMA ? floats(scales + SCALES * TILE) : Vec{};
+                if (UNITS && MINIMA) minima *= units[1];
 #pragma GCC unroll 2
-            for (int step = 0; step < SCALES; step++) {
-                Sums<BITS> whole[ROWS];
+                for (int step = 0; step < SCALES; step++) {
+                    Sums<BITS> whole[ROWS];
 #pragma GCC unroll 12
-                for (int group = step * SIZE / 4; group < (step + 1) * SIZE / 4; group++) {
-                    Codes codes = codes_of<BITS>(codes_at, group);
+                    for (int group = step * SIZE / 4; group < (step + 1) * SIZE / 4; group++) {
+                        Codes codes = codes_of<BITS>(codes_at, group);
 #pragma GCC unroll 12
-                    for (int r = 0; r < ROWS; r++) whole[r].add(codes, x[r * blocks].values + 4 * group, group);
-                }
-                const Vec scale = UNITS ? units[0] * floats(scales + step * TILE) : floats(scales + step * TILE);
+                        for (int r = 0; r < ROWS; r++) whole[r].add(codes, x[r * blocks].values + 4 * group, group);
+                    }
+                    const Vec scale = UNITS ? units[0] * floats(scales + step * TILE) : floats(scales + step * TILE);
 #pragma GCC unroll 12
-                for (int r = 0; r < ROWS; r++) {
-                    const Activations& own = x[r * blocks];
-                    IVec dots = whole[r].total();
-                    if (!MINIMA) dots = dots - zero * own.sums[SIZE == COLUMNS ? 0 : 1 + step];
-                    sums[r] = fused(__builtin_convertvector(dots, Vec), scale * own.scale, sums[r]);
-                    if (MINIMA) sums[r] = fused(minima, splat(own.scaled_sum), sums[r]);
+                    for (int r = 0; r < ROWS; r++) {
+                        const Activations& own = x[r * blocks];
+                        IVec dots = whole[r].total();
+                        if (!MINIMA) dots = dots - zero * own.sums[SIZE == COLUMNS ? 0 : 1 + step];
+                        sums[r] = fused(__builtin_convertvector(dots, Vec), scale * own.scale, sums[r]);
+                        if (MINIMA) sums[r] = fused(minima, splat(own.scaled_sum), sums[r]);
+                    }
                 }
             }
         }
+        keep(kept, sums, piece);
     }
-#pragma GCC unroll 12
-    for (int r = 0; r < ROWS; r++) results[r] = sums[r];
+    for (int r = 0; r < ROWS; r++) results[r] = kept[cut.levels()][r];
 }
 
-using Tile = void (*)(const Activations*, const uint8_t*, int32_t, Vec*, int64_t);
+using Tile = void (*)(const Activations*, const uint8_t*, int32_t, Vec*, int64_t, const Cut&);
 template <int BITS, int SIZE, bool MINIMA, bool UNITS = false, int... ROWS>
 Tile tile_of(int64_t rows, std::integer_sequence<int, ROWS...>) {
     static constexpr Tile TILES[] = {tile<BITS, SIZE, MINIMA, UNITS, ROWS + 1>...};
@@ -340,9 +345,8 @@ Tile tile_of(const Part& part, int64_t rows) {
     return part.has_minima ? tile_of<6, 32, true>(rows, COUNTS) : tile_of<6, 32, false>(rows, COUNTS);
 }
 
-// Groups of rows, each with a matrix of its own, whose parts have the same outputs in all; no row is left out.
 template <class T>
-void grouped_quantised(const T* x, const Group* groups, int64_t count, T* y, int64_t in, int64_t out) {
+void multiply(const T* x, const Group* groups, int64_t count, void* y, int64_t in, int64_t out, const Cut& cut) {
     if (!count) return;
     static thread_local std::vector<Activations> quantised;
     const int64_t blocks = (in + COLUMNS - 1) / COLUMNS, rows = groups[count - 1].first + groups[count - 1].rows;
@@ -352,31 +356,43 @@ void grouped_quantised(const T* x, const Group* groups, int64_t count, T* y, int
     int64_t of_each = 0;
     for (int64_t i = 0; i < matrix->count; i++) of_each += matrix->parts[i].num_tiles();
     for_each(rows, rows * in <= FEW, [=](int64_t row) { quantise(x + row * in, values + row * blocks, in); });
-    for_each(count * of_each, false, [=](int64_t number) {
+    for_each(count * of_each, false, [=, &cut](int64_t number) {
         const Group& group = groups[number / of_each];
         const Part* part = ((const Matrix*)group.packed)->parts;
         int64_t own = number % of_each, first = 0;
         for (; own >= part->num_tiles(); part++) own -= part->num_tiles(), first += part->outputs;
         const int columns = int(std::min<int64_t>(TILE, part->outputs - own * TILE));
         first += own * TILE;
-        const Vec start = group.bias ? load_end(group.bias + first, columns) : Vec{};
         const int64_t pieces = (group.rows + MOST_ROWS - 1) / MOST_ROWS;
         for (int64_t piece = 0; piece < pieces; piece++) {
             const int64_t begin = group.rows * piece / pieces, length = group.rows * (piece + 1) / pieces - begin;
             const int64_t at = group.first + begin;
             Vec sums[MOST_ROWS];
-            for (int64_t r = 0; r < length; r++) sums[r] = start;
             const uint8_t* w = part->tiles + own * part->tile_bytes(blocks);
-            tile_of(*part, length)(values + at * blocks, w, int32_t(part->zero), sums, blocks);
-            for (int64_t r = 0; r < length; r++) store_end(y + (at + r) * out + first, sums[r], columns);
+            tile_of(*part, length)(values + at * blocks, w, int32_t(part->zero), sums, blocks, cut);
+            for (int64_t r = 0; r < length; r++)
+                finish<T>(y, (at + r) * out + first, sums[r], group.bias ? group.bias + first : nullptr, columns, cut);
         }
     });
+}
+
+// Groups of rows, each with a matrix of its own, whose parts have the same outputs in all; no row is left out.
+template <class T>
+void grouped_quantised(const T* x, const Group* groups, int64_t count, T* y, int64_t in, int64_t out) {
+    multiply(x, groups, count, y, in, out, Cut(in));
 }
 
 template <class T>
 void linear_quantised(const T* x, const void* packed, const float* bias, T* y, int64_t rows, int64_t in, int64_t out) {
     const Group all{packed, bias, 0, rows};
     grouped_quantised(x, &all, 1, y, in, out);
+}
+
+template <class T>
+void linear_quantised_pieces(const T* x, const void* pieces, const float* bias, T* y, int64_t rows, int64_t in, int64_t out) {
+    const Pieces& own = *(const Pieces*)pieces;
+    const Group all{own.packed, bias, 0, rows};
+    multiply(x, &all, 1, y, in, out, own.cut);
 }
 
 // Where bits of a code lie in its block: byte, and bit of it.
@@ -477,4 +493,5 @@ EXPORT(quantised_bytes)
 EXPORT(pack_quantised)
 EXPORT_TYPES(lookup_quantised)
 EXPORT_TYPES(linear_quantised)
+EXPORT_TYPES(linear_quantised_pieces)
 EXPORT_TYPES(grouped_quantised)

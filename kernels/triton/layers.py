@@ -20,6 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.layers import GateForm, Heads, Product, RotaryRows, Weight, dense, spans_projection
+from kernels.pieces import Pieces
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +56,11 @@ _FLOAT32 = Tile(16, 64, 32, 4, 2, fewest=0)
 """Tile of products in full precision, which use no matrix instructions and must fit into registers."""
 
 
-def plan_linear(weight: Weight, bias: Tensor | None) -> Product:
-    """Same as the reference op; quantised weights are dequantised. # weight [out, in], bias [out]"""
+def plan_linear(weight: Weight, bias: Tensor | None, pieces: Pieces | None = None) -> Product:
+    """Same as the reference op, but one sum of all columns, which several devices cannot share; quantised weights are
+    dequantised. Raises NotImplementedError for a part of a sum. # weight [out, in], bias [out]"""
+    if pieces is not None and not pieces.whole:
+        raise NotImplementedError("products over several devices")
     weight = dense(weight).contiguous()
     features, columns = weight.shape
 

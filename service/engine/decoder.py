@@ -33,6 +33,8 @@ from service.engine.modules import (
     replace_linears,
     weights_of,
 )
+from service.engine.peers import Peers
+from service.engine.shards import ModelShard
 from service.errors import StartupError
 
 _TRIAL_ROWS = 9  # number of random tokens on which modules and ops are compared
@@ -123,6 +125,43 @@ class FusedDecoder:
             logits = logits / self._spec.logit_divisor
         cap = self._spec.logit_softcap
         return logits if cap is None else torch.tanh(logits / cap) * cap
+
+
+class SharedDecoder(FusedDecoder):
+    """Runs one device's part of a model. The first device looks up embeddings for all, and gets the logits of all."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        part: ModelShard,
+        layers: Sequence[DecoderLayer],
+        ops: Ops,
+        peers: Peers,
+        taps: Sequence[int],
+    ) -> None:
+        super().__init__(model, part.spec, layers, ops, model.device, taps)
+        self._peers, self._width, self._dtype = peers, model.config.hidden_size, model.dtype
+        self._columns = part.vocab_columns
+
+    @staticmethod
+    def of(model: PreTrainedModel, part: ModelShard, ops: Ops, peers: Peers, taps: Sequence[int]) -> "SharedDecoder":
+        """Plan the layers, which keeps the weights of at most one of them in memory twice. The model's own modules can
+        run no longer."""
+        stack, planned, table = decoder_layers(model), list[DecoderLayer](), ops.shared_by(peers)
+        for own in part.own_spec.layers:
+            planned.append(DecoderLayer.of(layer_weights(stack[0]), table, own, epsilon=part.spec.epsilon))
+            del stack[0]
+        decoder = SharedDecoder(model, part, planned, table, peers, taps)
+        model.set_output_embeddings(nn.Identity())
+        return decoder
+
+    def embedded(self, tokens: Tensor) -> Tensor:  # [rows] int64 -> [rows, hidden]
+        if self._peers.leads:
+            return self._peers.shared(super().embedded(tokens))
+        return self._peers.shared(torch.empty(len(tokens), self._width, dtype=self._dtype))
+
+    def logits(self, hidden: Tensor, delta: Tensor | None, rows: LogitRows) -> Tensor:  # -> [logits, vocab]
+        return self._peers.joined(super().logits(hidden, delta, rows), self._columns)
 
 
 class _PerLayerEmbedding:

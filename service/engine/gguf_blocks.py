@@ -4,7 +4,7 @@ A quantised matrix is stored as [rows, blocks, bytes], in formats defined by ggm
 blocks are kept, matrices in a format without a kernel are quantised anew to 8 bits.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,12 +18,12 @@ from kernels.layers import (
     COLUMNS,
     EIGHT_BITS,
     MXFP4,
+    SPAN,
     BlockFormat,
     QuantisedBlocks,
     QuantisedWeight,
     groups_of,
     in_8_bits,
-    mxfp4_blocks,
 )
 from service.engine.gguf_reader import GGUFTensor
 
@@ -65,6 +65,25 @@ def kept(
     return keep(own, shape, dtype, _sorted((unpack(block, form) for block in by_block), order)), kind.name
 
 
+def unit_of(kind: GGMLQuantizationType, *, in_blocks: bool) -> int:
+    """Number of columns of a tensor of this type that cannot be parted once it is loaded."""
+    return SPAN if in_blocks and kind in FORMATS and FORMATS[kind][0].has_units else COLUMNS
+
+
+def part_of(tensor: GGUFTensor, dim: int, ranges: Sequence[slice]) -> GGUFTensor:
+    """Take ranges of rows (`dim` 0) or a range of columns. Raises ValueError for columns that part a block."""
+    if dim == 0:
+        data = tensor.data[ranges[0]] if len(ranges) == 1 else np.concatenate([tensor.data[own] for own in ranges])
+        return tensor._replace(shape=(len(data), *tensor.shape[1:]), data=data)
+    (own,) = ranges
+    columns = GGML_QUANT_SIZES[tensor.kind][0]
+    size = tensor.data.shape[1] * columns // tensor.shape[1]
+    if own.start % columns or own.stop % columns:
+        raise ValueError(f"columns {own.start} to {own.stop} part blocks of {columns}: use fewer devices")
+    data = tensor.data[:, own.start // columns * size : own.stop // columns * size]
+    return tensor._replace(shape=(tensor.shape[0], own.stop - own.start), data=data)
+
+
 def _sorted(pieces: Iterator[QuantisedBlocks], order: NDArray[np.int64] | None) -> Iterator[QuantisedBlocks]:
     """Sort the columns of blocks; they lose their units, of which neighbours would have several. Raises ValueError if
     that parts a block."""
@@ -78,7 +97,7 @@ def _sorted(pieces: Iterator[QuantisedBlocks], order: NDArray[np.int64] | None) 
 def _pieces(data: NDArray[Any], columns: int) -> Iterator[NDArray[Any]]:
     rows = max(COLUMNS, _PIECE // columns // COLUMNS * COLUMNS)
     for first in range(0, data.shape[0], rows):
-        yield data[first : first + rows]
+        yield np.ascontiguousarray(data[first : first + rows])
 
 
 def _halves(raw: Tensor) -> Tensor:
@@ -131,6 +150,17 @@ def _q6_k(raw: Tensor, form: BlockFormat) -> QuantisedBlocks:
     codes = _bits(low, 0, 4, mask=15) | _bits(high, 0, 2, 4, 6, mask=3) << 4
     scales, rows = raw[..., 192:208].view(torch.int8), len(raw)
     return QuantisedBlocks(codes.view(rows, -1, COLUMNS), scales.reshape(rows, -1, 2), units=_halves(raw[..., 208:]))
+
+
+def mxfp4_blocks(codes: Tensor, exponents: Tensor) -> QuantisedBlocks:
+    """Blocks in the format `MXFP4` of the OCP Microscaling specification: floats of 4 bits (E2M1) times 2^(exponent -
+    127). Raises ValueError if half of a scale, the unit of the table, is no float16.
+    # codes [rows, blocks, 32] uint8, exponents [rows, blocks] uint8"""
+    units = exponents.int() - 128
+    used = units[(codes & 7 > 0).any(-1)]  # a block of zeros has any scale
+    if ((used < -24) | (used > 15)).any():
+        raise ValueError("MXFP4 scales are not between 2^-23 and 2^16")
+    return QuantisedBlocks(codes, torch.exp2(units.clamp(-24, 15).double()).half()[..., None])
 
 
 def _mxfp4(raw: Tensor, form: BlockFormat) -> QuantisedBlocks:

@@ -3,7 +3,7 @@ dequantised to the model's dtype."""
 
 import logging
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from functools import lru_cache, partial
 from math import prod
@@ -20,8 +20,8 @@ from transformers.initialization import no_init_weights
 from drafters.folders import FILES, DrafterInFile
 from drafters.network.checkpoint import HEAD, DrafterError
 from kernels.experts import QuantisedStack
-from kernels.layers import QuantisedWeight
-from service.engine.gguf_blocks import PLAIN, dense, kept, numbers
+from kernels.layers import COLUMNS, QuantisedWeight
+from service.engine.gguf_blocks import PLAIN, dense, kept, numbers, part_of, unit_of
 from service.engine.gguf_config import LONG_FACTORS, ROPE_FACTORS, architecture_of, config_of
 from service.engine.gguf_families import Architecture
 from service.engine.gguf_reader import GGUFFile, GGUFTensor, open_gguf
@@ -35,6 +35,7 @@ from service.engine.modules import (
     is_experts,
     layer_weights,
 )
+from service.engine.shards import ModelShard
 from service.errors import StartupError
 
 logger = logging.getLogger(__name__)
@@ -48,28 +49,39 @@ _COPIES = ("embed_tokens", "shared_head_head")
 
 
 def load_gguf(
-    file: GGUFFile, config: PreTrainedConfig, dtype: torch.dtype, attention: str, *, in_blocks: bool, whole: bool = True
+    file: GGUFFile,
+    config: PreTrainedConfig,
+    dtype: torch.dtype,
+    attention: str,
+    *,
+    in_blocks: bool,
+    whole: bool = True,
+    part: ModelShard | None = None,
 ) -> PreTrainedModel:
     """Load a model to the CPU in `dtype`. `in_blocks`: keep quantised matrices as `QuantisedWeight`, and all other
-    weights in float32, as llama.cpp does; not `whole`: embedding, last norm and head may be missing. Raises
-    StartupError for missing or unknown tensors and wrong shapes."""
+    weights in float32, as llama.cpp does; not `whole`: embedding, last norm and head may be missing; `part`: what one
+    of several devices loads. Raises StartupError for missing or unknown tensors and wrong shapes."""
     if in_blocks:
         dtype = torch.float32
     with no_init_weights(), init_empty_weights(include_buffers=False):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
     architecture, counts = architecture_of(file), Counter[str]()
     places = _places(architecture, model)
+    if part is not None:
+        part.plan(model, partial(_unit, file, {ours: theirs for theirs, ours in places.items()}, in_blocks))
     elsewhere = _take_experts(model, file, counts, in_blocks) | set(LONG_FACTORS.values())
     for name, tensor in tensors_of(file, config):
         if name in elsewhere or name.startswith(_unused(config)):
             continue
         try:
             ordered = _as_transformers_has_it(tensor, name, config, architecture)
-            counts[_take(model, name, places.get(name), ordered, in_blocks)] += prod(tensor.shape)
+            counts[_take(model, name, places.get(name), ordered, in_blocks, part)] += prod(tensor.shape)
         except (NotImplementedError, ValueError, RuntimeError) as error:
             raise StartupError(f"{file.path.name}: tensor {name!r} cannot be used: {error}") from error
         file.give_back()
-    if config.tie_word_embeddings:
+    if part is not None:
+        part.part_head(model)
+    elif config.tie_word_embeddings:
         _tie(model)
     named = {ours: theirs for theirs, ours in places.items()}
     empty = (name for name, value in model.named_parameters() if value.is_meta and (whole or name not in _OUTSIDE))
@@ -82,6 +94,12 @@ def load_gguf(
     shares = ", ".join(f"{name} {count / 1e6:.0f} M" for name, count in counts.most_common())
     logger.info("%s: number of weights by type: %s", file.path.name, shares)
     return model
+
+
+def _unit(file: GGUFFile, names: Mapping[str, str], in_blocks: bool, place: str) -> int:
+    """Number of columns of the weight at this place that cannot be parted. `names`: of tensors by place."""
+    tensor = file.tensors.get(names.get(place, ""))
+    return COLUMNS if tensor is None else unit_of(tensor.kind, in_blocks=in_blocks)  # a missing one is refused later
 
 
 def _places(architecture: Architecture, model: PreTrainedModel) -> dict[str, str]:
@@ -172,9 +190,11 @@ def _joined(parts: Collection[GGUFTensor], whole: Tensor, turned: bool, interlea
     return whole
 
 
-def _take(model: PreTrainedModel, name: str, place: str | None, tensor: GGUFTensor, in_blocks: bool) -> str:
-    """Load a tensor into the model. Returns the name of the format in which it is kept. Raises ValueError for a tensor
-    that does not fit the model."""
+def _take(
+    model: PreTrainedModel, name: str, place: str | None, tensor: GGUFTensor, in_blocks: bool, part: ModelShard | None
+) -> str:
+    """Load a tensor, or a device's part of it, into the model. Returns the name of the format in which it is kept.
+    Raises ValueError for a tensor that does not fit the model."""
     if name == ROPE_FACTORS:
         return _scale_frequencies(model, tensor)
     if place is None:
@@ -185,7 +205,18 @@ def _take(model: PreTrainedModel, name: str, place: str | None, tensor: GGUFTens
         tensor = tensor._replace(shape=expected, data=tensor.data.reshape(expected))
     if tensor.shape != expected:
         raise ValueError(f"its shape is {list(tensor.shape)}, but the file's metadata requires {list(expected)}")
+    if part is not None and (own := part.range_of(place)) is not None:
+        part.note(place, tensor.shape, lambda rows: _sample(model, place, tensor, rows, in_blocks))
+        tensor = part_of(tensor, *own)
     return _put(model, place, tensor, in_blocks)
+
+
+def _sample(model: PreTrainedModel, place: str, tensor: GGUFTensor, rows: Tensor, in_blocks: bool) -> Tensor:
+    """Rows of a weight as they are kept, dequantised. # rows [rows] int64 -> [rows, ...]"""
+    some = tensor._replace(shape=(len(rows), *tensor.shape[1:]), data=tensor.data[rows.numpy()])
+    if _in_model_dtype(model, place, some, in_blocks):
+        return dense(some, model.dtype)
+    return kept(some.data, some.kind, model.dtype)[0].dense()
 
 
 def _sizes(shape: tuple[int, ...]) -> list[int]:
@@ -227,8 +258,7 @@ def _put(model: PreTrainedModel, name: str, tensor: GGUFTensor, in_blocks: bool)
     if parameter in dict(module.named_buffers(recurse=False)):
         module.get_buffer(parameter).copy_(numbers(tensor))
         return "float32"
-    is_matrix = parameter == "weight" and isinstance(module, nn.Linear | nn.Embedding)
-    if not (in_blocks and is_matrix) or tensor.kind in PLAIN:
+    if _in_model_dtype(model, name, tensor, in_blocks):
         setattr(module, parameter, nn.Parameter(dense(tensor, dtype), requires_grad=False))
         return str(dtype).removeprefix("torch.")
     weight, form = kept(tensor.data, tensor.kind, dtype, tensor.columns)
@@ -238,6 +268,13 @@ def _put(model: PreTrainedModel, name: str, tensor: GGUFTensor, in_blocks: bool)
         held = QuantisedEmbedding(weight, float(getattr(module, "scalar_embed_scale", 1)))
     setattr(parent, own_name, held)
     return form
+
+
+def _in_model_dtype(model: PreTrainedModel, name: str, tensor: GGUFTensor, in_blocks: bool) -> bool:
+    """Whether a parameter is not kept in blocks."""
+    place, _, parameter = name.rpartition(".")
+    is_matrix = parameter == "weight" and isinstance(model.get_submodule(place), nn.Linear | nn.Embedding)
+    return not (in_blocks and is_matrix) or tensor.kind in PLAIN
 
 
 def _tie(model: PreTrainedModel) -> None:

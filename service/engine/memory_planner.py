@@ -176,7 +176,8 @@ def target_without_room(loaded: LoadedModel, limits: EngineLimits, tap_layers: t
     """Build a target whose KV pool holds one prompt chunk, for measuring memory; `give_room` replaces the pool."""
     with memory_for("a first prompt chunk", "lower prefill_chunk, or load a smaller model"):
         pool = KVPool(loaded.kv_shape, _trial_rows(limits) + 1, loaded.model.device)
-        return Target(loaded.model, pool, tap_layers=tap_layers, in_8_bits=loaded.in_8_bits)
+        own = loaded.part, loaded.peers
+        return Target(loaded.model, pool, *own, tap_layers=tap_layers, in_8_bits=loaded.in_8_bits)
 
 
 def give_room(target: Target, loaded: LoadedModel, room: KVRoom) -> None:

@@ -13,7 +13,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from kernels import ops
 from kernels.experts import QuantisedStack
-from kernels.layers import COLUMNS, MXFP4, QuantisedWeight, mxfp4_blocks
+from kernels.layers import COLUMNS, MXFP4, QuantisedWeight
+from service.engine.gguf_blocks import mxfp4_blocks
 from service.engine.modules import STACKS, QuantisedExperts, is_experts
 
 _BLOCKS, _SCALES = "_blocks", "_scales"

@@ -18,9 +18,11 @@ from kernels.graph_runner import Capture
 from kernels.recurrence import StateRows
 from kernels.rows import ForwardRows
 from kernels.tree_attention import AttentionRows
-from service.engine.decoder import FusedDecoder, LogitRows, layers_of, planner_of
+from service.engine.decoder import FusedDecoder, Layers, LogitRows, SharedDecoder, layers_of, planner_of
 from service.engine.kv_pool import KVPool, SlotTable
+from service.engine.peers import ALONE, Peers
 from service.engine.sampling import EAGER_SAMPLER, Sampler
+from service.engine.shards import ModelShard
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,17 +44,30 @@ class Target:
     """A loaded model with its KV pool. It owns the model's weights: `model` itself can no longer be run."""
 
     def __init__(
-        self, model: PreTrainedModel, pool: KVPool, *, tap_layers: Sequence[int] = (), in_8_bits: bool = False
+        self,
+        model: PreTrainedModel,
+        pool: KVPool,
+        part: ModelShard | None = None,
+        peers: Peers = ALONE,
+        *,
+        tap_layers: Sequence[int] = (),
+        in_8_bits: bool = False,
     ) -> None:
+        """`part`: what this process has of a model that it shares with `peers`; None: all of it."""
         self.model = model
         self.pool = pool
         self.device = model.device
         text = model.config.get_text_config()
-        self.query_heads: int = text.num_attention_heads
+        self.query_heads: int = text.num_attention_heads if part is None else part.query_heads
         self.vocab_size: int = text.vocab_size
         table = ops.on(self.device).in_8_bits() if in_8_bits else ops.on(self.device)
         self._plan_attention = planner_of(table, self.query_heads)
-        self._layers = layers_of(model, pool, table, tap_layers)
+        self.peers = peers
+        self._layers: Layers = (
+            layers_of(model, pool, table, tap_layers)
+            if part is None
+            else SharedDecoder.of(model, part, table, peers, tap_layers)
+        )
         self._forward: Forward = self.forward_once
         self.capture: Capture | None = None  # None if forwards run eagerly
         self._no_tokens: Tensor | None = None  # [no_tokens] int64, ids of the vocabulary that are no tokens
@@ -109,6 +124,7 @@ class Target:
     ) -> TargetOutput:
         """Run the model on flattened rows, eagerly; this is the part of a forward that is captured.
         # tokens, slots [rows]; logit_rows [logits]; slot_table [sequences, positions]; all int64"""
+        self.peers.tell(self.pool, attention, slots, logit_rows, slot_table)
         groups = self.pool.groups(attention, slots, slot_table, self._plan_attention)
         logits, tapped = self._layers(tokens, attention.positions, groups, logit_rows, self.pool, features, states)
         if self._no_tokens is not None:

@@ -5,16 +5,20 @@ reproduce is refused with an error that names the reason.
 """
 
 import hashlib
+import re
 import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.machinery import PathFinder
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, cast
 
 import torch
+from accelerate import init_empty_weights  # type: ignore[import-untyped]
+from huggingface_hub import snapshot_download
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from torch import Tensor, nn
@@ -29,13 +33,14 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.initialization import no_init_weights
 
-from drafters.network.checkpoint import TargetParts, identity_of
+from drafters.network.checkpoint import TargetParts, even_sample, identity_of
 from drafters.network.model import SpecBlock
 from kernels.cpu import library
 from kernels.experts import QuantisedStack
 from kernels.families import OF_DRAFTERS, recurrent_of, sources_of, windows_of
-from kernels.layers import QuantisedWeight, Weight, even_sample
+from kernels.layers import QuantisedWeight, Weight
 from service.engine.checks import fix_longrope, refuse_config, refuse_incomplete, refuse_odd_tensors
 from service.engine.ends import end_token_ids, gguf_end_ids
 from service.engine.gguf_config import config_of
@@ -45,6 +50,8 @@ from service.engine.gguf_tokenizer import tokenizer_of
 from service.engine.kv_pool import KVShape, LayerKV
 from service.engine.modules import ATTENTION_NAME, is_experts, keeps_blocks, last_norm, matrix_of, num_bytes, weights_of
 from service.engine.mxfp4 import keep_experts, with_blocks
+from service.engine.peers import ALONE, Peers
+from service.engine.shards import SAMPLES, ModelShard, load_safetensors
 from service.engine.states import StateShape
 from service.errors import StartupError
 
@@ -60,6 +67,7 @@ _READ_AS = {"mimo": "qwen2"}
 """Model types that are loaded as another one with the same layers; their additional weights belong to a drafter
 (drafters/trained)."""
 _OF_THE_FAMILY = ("model_type", "architectures", "auto_map", "attention_bias")  # fields that are not copied
+_SAFETENSORS = ["*.safetensors", "*.json"]
 _TEXT_NAMES = {r"^language_model\.lm_head": "lm_head", r"^(?:model\.)?(?:language|text)_model\.(?:model\.)?": "model."}
 """How files of multimodal models name the weights of their text model, and how the text model itself names them."""
 
@@ -83,6 +91,8 @@ class LoadedModel:
     has_experts: bool = False  # whether routers choose experts for each row
     in_8_bits: bool = False  # whether linear layers quantise their weights to 8 bits
     initial_drafter: SpecBlock | None = None  # drafter from which learning starts; None if there is none
+    part: ModelShard | None = None  # what is loaded of a model that several devices share; None: all
+    peers: Peers = ALONE  # processes with the other parts
 
     @property
     def is_quantised(self) -> bool:
@@ -141,16 +151,12 @@ def load_model(
     device: torch.device,
     begin_drafter: BeginDrafter | None = None,
     in_blocks: bool = False,
+    part: ModelShard | None = None,
 ) -> LoadedModel:
     """Load the weights of a model. `begin_drafter`: builds the initial drafter, if one is wanted; `in_blocks`: keep the
-    quantised blocks of a GGUF file, and MXFP4. Raises StartupError with cause and remedy."""
-    with _naming(described.name):
-        if described.file is not None:
-            model = load_gguf(described.file, described.config, dtype, ATTENTION_NAME, in_blocks=in_blocks)
-        else:
-            source = resolve(described.name)
-            model = _from_folder(source, described.config, dtype, described.revision, in_blocks=in_blocks)
-    nn.Module.to(model.eval().requires_grad_(False), device)
+    quantised blocks of a GGUF file, and MXFP4; `part`: what the first of several devices loads. Raises StartupError
+    with cause and remedy."""
+    model = load_weights(described, dtype, device, in_blocks=in_blocks, part=part)
     initial_drafter = begin_drafter(model, _identity(model)) if begin_drafter else None
     table, head = _embedding_and_head(model)
     weights = {id(weight): weight for weight in weights_of(model).values()}.values()
@@ -160,14 +166,31 @@ def load_model(
         tokenizer=described.tokenizer,
         eos_token_ids=described.eos_token_ids,
         max_positions=model.config.get_text_config().max_position_embeddings,
-        fingerprint=weights_fingerprint(model),
-        parts=_parts(model, keeps_head=initial_drafter is not None),
-        kv_shape=kv_shape(model),
+        fingerprint=weights_fingerprint(model, {} if part is None else part.samples),
+        parts=_parts(model, keeps_head=initial_drafter is not None, part=part),
+        kv_shape=kv_shape(model, part),
         read_bytes=read_bytes - (0 if head is table else num_bytes(table)),
         in_blocks=keeps_blocks(model),
         has_experts=any(map(is_experts, model.modules())),
         initial_drafter=initial_drafter,
+        part=part,
     )
+
+
+def load_weights(
+    described: Described, dtype: torch.dtype, device: torch.device, *, in_blocks: bool, part: ModelShard | None
+) -> PreTrainedModel:
+    """Load a model, or a device's part of it; see `load_model`."""
+    with _naming(described.name):
+        if described.file is not None:
+            model = load_gguf(described.file, described.config, dtype, ATTENTION_NAME, in_blocks=in_blocks, part=part)
+        elif part is not None:
+            model = _part_of_folder(described, dtype, part)
+        else:
+            source = resolve(described.name)
+            model = _from_folder(source, described.config, dtype, described.revision, in_blocks=in_blocks)
+    nn.Module.to(model.eval().requires_grad_(False), device)
+    return model
 
 
 @contextmanager
@@ -211,6 +234,25 @@ def _from_folder(
     return cast(PreTrainedModel, model)
 
 
+def _part_of_folder(described: Described, dtype: torch.dtype, part: ModelShard) -> PreTrainedModel:
+    """Load a device's part of safetensors."""
+    source = Path(resolve(described.name))
+    if not source.is_dir():
+        source = Path(snapshot_download(described.name, revision=described.revision, allow_patterns=_SAFETENSORS))
+    refuse_odd_tensors(source)
+    with no_init_weights(), init_empty_weights(include_buffers=False):
+        empty = AutoModelForCausalLM.from_config(described.config, dtype=dtype, attn_implementation=ATTENTION_NAME)
+    model = cast(PreTrainedModel, empty)
+
+    def named(key: str) -> str:
+        for theirs, ours in _TEXT_NAMES.items():
+            key = re.sub(theirs, ours, key)
+        return key
+
+    refuse_incomplete(load_safetensors(source, model, part, named), described.config)
+    return model
+
+
 def target_config(name: str, *, revision: str | None) -> dict[str, Any]:
     """Read the configuration of a model's decoder as a dict, without loading the model. Raises StartupError if it
     cannot be read."""
@@ -250,12 +292,14 @@ def _identity(model: PreTrainedModel) -> str:
     return identity_of(_embedding_and_head(model)[0], model.config.get_text_config().to_dict())
 
 
-def _parts(model: PreTrainedModel, *, keeps_head: bool) -> TargetParts:
+def _parts(model: PreTrainedModel, *, keeps_head: bool, part: ModelShard | None) -> TargetParts:
     """Collect the target's parts that a drafter shares. `keeps_head`: keep an untied head even on a CPU, where it costs
-    memory, because the kernels hold a second copy in their own layout."""
+    memory, because the kernels hold a second copy in their own layout; `part`: if the head is shared by devices."""
     table, head = _embedding_and_head(model)
+    if part is not None:
+        head = table if part.tied else head
     stays = keeps_head or not isinstance(head, Tensor) or head.device.type != "cpu"
-    kept_head = head if head is table or stays else None
+    kept_head = head if head is table or (stays and part is None) else None
     text = model.config.get_text_config().to_dict()
     norm = last_norm(model).get_parameter("weight") if has_standard_layers(model) else None
     return TargetParts(_identity(model), table, kept_head, norm, text, completed)
@@ -317,11 +361,14 @@ def _embedded_file() -> Path:
     return Path(spec.origin).parent / _EMBEDDED_FILE
 
 
-def kv_shape(model: PreTrainedModel) -> KVShape:
-    """Size and dtype of one token's keys and values, which are kept in the activations' dtype. Raises StartupError for
-    heads that are too large for the CPU kernels."""
+def kv_shape(model: PreTrainedModel, part: ModelShard | None = None) -> KVShape:
+    """Size and dtype of one token's keys and values, which are kept in the activations' dtype. `part`: what the device
+    has of the model. Raises StartupError for heads that are too large for the CPU kernels."""
     config = model.config.get_text_config()
     shape = KVShape(kv_layers(config), model.dtype)
+    if part is not None:
+        heads = zip(shape.attending, part.kv_heads, strict=True)
+        shape = KVShape(tuple(replace(layer, kv_heads=own) for layer, own in heads), shape.dtype)
     head_dim = max((layer.dim for layer in shape.attending), default=0)
     if model.device.type == "cpu" and library.variant() is not None and head_dim > library.MOST_DIM:
         raise StartupError(
@@ -348,14 +395,17 @@ def kv_layers(config: PreTrainedConfig) -> tuple[LayerKV | StateShape, ...]:
     return tuple(layers)
 
 
-def weights_fingerprint(model: PreTrainedModel, samples: int = 64) -> str:
-    """Hash the name, shape, dtype and evenly spaced sample values of every parameter."""
+def weights_fingerprint(
+    model: PreTrainedModel, of_whole: Mapping[str, tuple[tuple[int, ...], Tensor]] = MappingProxyType({})
+) -> str:
+    """Hash the name, shape, dtype and evenly spaced sample values of every parameter. `of_whole`: shapes and samples of
+    those that are held in part."""
     digest = hashlib.sha256()
     weights = weights_of(model)
     in_blocks = any(isinstance(weight, QuantisedWeight | QuantisedStack) for weight in weights.values())
     for name, weight in sorted((weights if in_blocks else model.state_dict()).items()):
-        digest.update(f"{name} {tuple(weight.shape)} {weight.dtype}".encode())
         parts = weight.weights if isinstance(weight, QuantisedStack) else [weight]
-        for part in parts:
-            digest.update(even_sample(part, -(-samples // len(parts))).double().cpu().numpy().tobytes())
+        own = tuple(weight.shape), torch.cat([even_sample(part, -(-SAMPLES // len(parts))) for part in parts])
+        shape, sample = of_whole.get(name, own)
+        digest.update(f"{name} {shape} {weight.dtype}".encode() + sample.double().cpu().numpy().tobytes())
     return digest.hexdigest()[:16]

@@ -102,7 +102,7 @@ def kernels() -> Iterator[None]:
         *memory,
     )
     table = Ops(
-        plan_linear=lambda weight, bias: _kernel(own.plan_linear(weight, bias)),
+        plan_linear=lambda *args: _kernel(own.plan_linear(*args)),
         plan_experts=lambda *args: _kernel(own.plan_experts(*args)),
         plan_attention=_kernel(lambda *args, **kwargs: _Attention(own.plan_attention(*args, **kwargs))),
         **{name: _kernel(getattr(own, name)) for name in plain},

@@ -17,9 +17,9 @@ from kernels.layers import (
     QuantisedWeight,
     in_8_bits,
     join,
-    mxfp4_blocks,
 )
 from kernels.ops import REFERENCE, Ops
+from service.engine.gguf_blocks import mxfp4_blocks
 from tests.kernels.conftest import BUILDS, of_build
 
 FORMS = [

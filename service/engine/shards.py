@@ -1,0 +1,282 @@
+"""The part of a model that one of several devices has: whole heads of attention with what keys and values they read,
+columns of the feed-forward, and rows of the output layer. Norms, and biases that are added once, are on all devices;
+the embedding is on the first one only, which sends looked-up rows to the others.
+
+Where parts end is defined in `kernels.pieces`, so that 1, 2, 4 or 8 devices compute the same bits.
+"""
+
+import hashlib
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field, replace
+from math import lcm, prod
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from drafters.network.checkpoint import even_sample
+from kernels.families import FAMILIES, spec_of
+from kernels.layers import COLUMNS, Weight, rows_of
+from kernels.pieces import NUM_PIECES, Shard, pieces_of
+from kernels.specs import AttentionSpec, LayerSpec, ModelSpec, usual_name
+from service.engine.modules import QuantisedLinear, matrix_of
+from service.errors import StartupError
+
+SAMPLES = 64
+"""Values of a weight that its fingerprint samples, at least."""
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+SIZES = tuple(size for size in (1, 2, 4, 8) if NUM_PIECES % size == 0)
+"""Numbers of devices that can share a model."""
+
+Range = tuple[int, tuple[slice, ...]]
+"""A dimension of a weight, and the ranges of it that a device has."""
+
+
+class LayerShard(NamedTuple):
+    """The part of a layer that a device has."""
+
+    spec: AttentionSpec  # of the whole layer
+    own: slice  # query heads whose output the device projects
+    groups: slice  # key heads that these read
+    inner: slice  # columns of the feed-forward
+    inner_columns: int  # of the whole layer
+
+    @staticmethod
+    def of(spec: LayerSpec, inner: int, units: tuple[int, int], shard: Shard) -> "LayerShard":
+        """`inner`: columns of the feed-forward; `units`: numbers of columns that `o_proj` and `down_proj` cannot
+        part."""
+        whole = spec.attention
+        span = shard.span(pieces_of(whole.query_heads * whole.dim, lcm(whole.dim, units[0])))
+        own = slice(span.start // whole.dim, span.stop // whole.dim)
+        each = whole.query_heads // whole.kv_heads
+        groups = slice(own.start // each, -(-own.stop // each))
+        return LayerShard(whole, own, groups, shard.span(pieces_of(inner, units[1])), inner)
+
+    @property
+    def queries(self) -> slice:
+        """Query heads of `groups`, which the device computes."""
+        each = self.spec.query_heads // self.spec.kv_heads
+        return slice(self.groups.start * each, self.groups.stop * each)
+
+    @property
+    def attention(self) -> AttentionSpec:
+        """The attention of the device's heads."""
+        queries = self.queries
+        own = self.own.start - queries.start, self.own.stop - queries.start
+        return replace(
+            self.spec,
+            query_heads=queries.stop - queries.start,
+            kv_heads=self.groups.stop - self.groups.start,
+            own=own,
+        )
+
+    def range_of(self, name: str) -> Range | None:
+        """The part of the layer's weight with this name that the device has; None: all of it."""
+        dim, module = self.spec.dim, name.rpartition(".")[0]
+        queries, keys = (slice(part.start * dim, part.stop * dim) for part in (self.queries, self.groups))
+        all_queries, all_keys = self.spec.query_heads * dim, self.spec.kv_heads * dim
+        rows = {
+            "self_attn.q_proj": (queries,),
+            "self_attn.k_proj": (keys,),
+            "self_attn.v_proj": (keys,),
+            "self_attn.qkv_proj": (queries, _moved(keys, all_queries), _moved(keys, all_queries + all_keys)),
+            "mlp.gate_proj": (self.inner,),
+            "mlp.up_proj": (self.inner,),
+            "mlp.gate_up_proj": (self.inner, _moved(self.inner, self.inner_columns)),
+        }
+        columns = {
+            "self_attn.o_proj.weight": slice(self.own.start * dim, self.own.stop * dim),
+            "mlp.down_proj.weight": self.inner,
+        }
+        if name in columns:
+            return 1, (columns[name],)
+        if name == "self_attn.sinks":
+            return 0, (self.queries,)
+        return (0, rows[module]) if module in rows else None
+
+
+def _moved(part: slice, by: int) -> slice:
+    return slice(part.start + by, part.stop + by)
+
+
+@dataclass(slots=True)
+class ModelShard:
+    """The part of a model that a device has, and what its loader notes of the whole weights."""
+
+    shard: Shard
+    spec: ModelSpec  # of the whole model
+    vocab_size: int
+    tied: bool
+    layers: list[LayerShard] = field(default_factory=list)  # known once the loader has seen the weights' types
+    samples: dict[str, tuple[tuple[int, ...], Tensor]] = field(default_factory=dict)
+    """Shapes of whole weights that the device has in part, and samples of their values."""
+
+    @staticmethod
+    def of(config: PreTrainedConfig, shard: Shard) -> "ModelShard":
+        """The part of a model with this configuration. Raises StartupError for one that devices cannot share."""
+        return ModelShard(shard, shared_spec(config, shard.size), config.vocab_size, bool(config.tie_word_embeddings))
+
+    def plan(self, model: PreTrainedModel, unit_of: Callable[[str], int]) -> None:
+        """Decide which part of each layer is loaded. `model`: without weights; `unit_of`: number of columns of a weight
+        that cannot be parted. Raises StartupError for a model too small for so many devices."""
+        for index, own in enumerate(self.spec.layers):
+            prefix = f"model.layers.{index}."
+            names = {usual_name(name, own.renamed): f"{prefix}{name}" for name in _parameters(model, prefix)}
+            output, down = names["self_attn.o_proj.weight"], names["mlp.down_proj.weight"]
+            units, inner = (unit_of(output), unit_of(down)), model.get_parameter(down).shape[1]
+            self.layers.append(LayerShard.of(own, inner, units, self.shard))
+        if any(part.start == part.stop for layer in self.layers for part in (layer.own, layer.inner)):
+            raise StartupError(f"a layer has too few heads or columns for {self.shard.size} devices: {_ONE}")
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is the first device, which has the embedding."""
+        return self.shard.rank == 0
+
+    @property
+    def vocab(self) -> slice:
+        """Rows of the output layer that the device has."""
+        return self.shard.span(pieces_of(self.vocab_size, COLUMNS))
+
+    @property
+    def vocab_columns(self) -> list[int]:
+        """Rows of the output layer that each device has."""
+        whole = pieces_of(self.vocab_size, COLUMNS)
+        spans = [Shard(rank, self.shard.size).span(whole) for rank in range(self.shard.size)]
+        return [span.stop - span.start for span in spans]
+
+    @property
+    def query_heads(self) -> int:
+        """Query heads that the device computes, the most of a layer."""
+        return max(layer.attention.query_heads for layer in self.layers)
+
+    @property
+    def kv_heads(self) -> list[int]:
+        """Key heads of the device, by layer."""
+        return [layer.attention.kv_heads for layer in self.layers]
+
+    @property
+    def own_spec(self) -> ModelSpec:
+        """The records of the device's layers."""
+        parts = zip(self.spec.layers, self.layers, strict=True)
+        return replace(self.spec, layers=tuple(replace(whole, mixer=own.attention) for whole, own in parts))
+
+    def range_of(self, name: str) -> Range | None:
+        """The part of the weight with this name that the device has; None: all of it."""
+        if name == HEAD or (name == EMBEDDING and self.tied and not self.leads):
+            return 0, (self.vocab,)
+        if name == EMBEDDING and not self.leads:
+            return 0, (slice(0, 0),)
+        match name.split(".", 3):
+            case ["model", "layers", number, rest]:
+                return self.layers[int(number)].range_of(usual_name(rest, self.spec.layers[int(number)].renamed))
+        return None
+
+    def note(self, name: str, shape: tuple[int, ...], read: Callable[[Tensor], Tensor]) -> None:
+        """Note a sample of a whole weight, of which only a part is loaded; see `even_sample`. `read`: reads rows of it,
+        [rows] int64 -> [rows, ...]."""
+        width = shape[-1] if len(shape) > 1 else 1
+        places = torch.arange(0, prod(shape), max(1, prod(shape) // SAMPLES))
+        rows, number = (places // width).unique(return_inverse=True)
+        self.samples[name] = shape, read(rows).view(len(rows), width)[number, places % width]
+
+    def part_head(self, model: PreTrainedModel) -> None:
+        """Give a tied output layer its own part of the embedding."""
+        if not self.tied:
+            return
+        weight = matrix_of(model.get_input_embeddings())
+        if self.leads:
+            self.samples[HEAD] = tuple(weight.shape), even_sample(weight, SAMPLES)
+            weight = rows_of(weight, torch.arange(self.vocab.start, self.vocab.stop))
+        model.set_output_embeddings(_linear(weight))
+
+    def digest(self) -> str:
+        """Hash of what all devices must have noted alike."""
+        found = hashlib.sha256()
+        for name, (shape, values) in sorted(self.samples.items()):
+            if name not in (EMBEDDING, HEAD):
+                found.update(f"{name} {shape}".encode() + values.double().cpu().numpy().tobytes())
+        return found.hexdigest()
+
+
+def shared_spec(config: PreTrainedConfig, size: int) -> ModelSpec:
+    """The records of a model that `size` devices share. Raises StartupError if they cannot."""
+    kind = config.model_type
+    if size not in SIZES:
+        raise StartupError(f"tensor_parallel is {size}: a model is shared by {', '.join(map(str, SIZES[1:]))} devices")
+    spec = spec_of(config.to_dict()) if kind in FAMILIES else None
+    reasons: Mapping[str, Callable[[LayerSpec], object]] = {
+        "recurrent layers": lambda layer: not isinstance(layer.mixer, AttentionSpec),
+        "experts": lambda layer: layer.feed_forward.router,
+        "norms over all heads": lambda layer: layer.attention.norms == "projection",
+        "gates of attention": lambda layer: layer.attention.gated,
+        "layers that read the keys and values of others": lambda layer: layer.attention.source is not None,
+        "embeddings for each layer": lambda layer: layer.per_layer is not None,
+    }
+    if spec is None:
+        raise StartupError(f"model type {kind!r} runs by its own modules, which devices cannot share: {_ONE}")
+    for reason, found in reasons.items():
+        if any(map(found, spec.layers)):
+            raise StartupError(f"model type {kind!r} has {reason}, which devices cannot share yet: {_ONE}")
+    return spec
+
+
+_ONE = "set tensor_parallel to 1"
+
+
+def _parameters(model: PreTrainedModel, prefix: str) -> list[str]:
+    return [name.removeprefix(prefix) for name, _ in model.named_parameters() if name.startswith(prefix)]
+
+
+def _linear(weight: Weight) -> nn.Module:
+    """A layer that holds this weight. # weight [out, in]"""
+    if not isinstance(weight, Tensor):
+        return QuantisedLinear(weight, None)
+    held = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+    held.weight = nn.Parameter(weight, requires_grad=False)
+    return held
+
+
+def load_safetensors(
+    folder: Path, model: PreTrainedModel, part: ModelShard, named: Callable[[str], str]
+) -> Mapping[str, Collection[object]]:
+    """Read a device's part of a model without weights from the safetensors files of a folder. `named`: the model's
+    name of a tensor of the files. Returns what is missing, unexpected or of another shape, as transformers reports
+    it."""
+    part.plan(model, lambda name: COLUMNS)
+    shapes = {name: tuple(value.shape) for name, value in model.named_parameters()}
+    found, others, odd = set[str](), list[str](), list[tuple[str, object, object]]()
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, "pt") as opened:
+            for key in opened.keys():  # noqa: SIM118 - it is no mapping
+                name, tensor = named(key), opened.get_slice(key)
+                shape = tuple(tensor.get_shape())
+                if name not in shapes:
+                    others.append(key)
+                elif shape != shapes[name]:
+                    odd.append((key, shape, shapes[name]))
+                else:
+                    found.add(name)
+                    _put(model, name, _read(tensor, part, name, shape).to(model.dtype))
+    part.part_head(model)
+    missing = shapes.keys() - found - ({HEAD} if part.tied else set())
+    return {"missing_keys": missing, "unexpected_keys": others, "mismatched_keys": odd}
+
+
+def _read(tensor: Any, part: ModelShard, name: str, shape: tuple[int, ...]) -> Tensor:
+    """Read the part of a tensor that the device has. `tensor`: a slice of safetensors."""
+    own = part.range_of(name)
+    if own is None:
+        whole: Tensor = tensor[:]
+        return whole
+    part.note(name, shape, lambda rows: torch.stack([tensor[row] for row in rows.tolist()]))
+    dim, ranges = own
+    return torch.cat([tensor[one] if dim == 0 else tensor[:, one] for one in ranges])
+
+
+def _put(model: PreTrainedModel, name: str, value: Tensor) -> None:
+    place, _, parameter = name.rpartition(".")
+    setattr(model.get_submodule(place), parameter, nn.Parameter(value, requires_grad=False))
