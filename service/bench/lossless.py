@@ -1,5 +1,6 @@
 """`adaptree check lossless`: compares every way of decoding with plain decoding of one sequence, token by token."""
 
+import hashlib
 import itertools
 import json
 import random
@@ -180,6 +181,7 @@ class LosslessResult:
 
     cases: Sequence[tuple[Case, Tally]]
     first: Mismatch | None
+    plain_answers: str  # hash of plain decoding's answers, equal wherever the same bits are computed
 
     @property
     def total(self) -> Tally:
@@ -223,7 +225,7 @@ def check(
         case = next(upcoming)
         results.append((case, bench.run(case, len(results))))
         advance(results[-1][1].tokens_compared)
-    return LosslessResult(results, bench.first)
+    return LosslessResult(results, bench.first, bench.plain_answers)
 
 
 @dataclass(slots=True)
@@ -238,6 +240,12 @@ class _Bench:
     plain: Engine
     references: dict[Question, Answer] = field(default_factory=dict)
     first: Mismatch | None = None
+
+    @property
+    def plain_answers(self) -> str:
+        """Hash of the answers of plain decoding so far, in the order of their questions."""
+        answers = [[*question, answer.token_ids] for question, answer in self.references.items()]
+        return hashlib.sha256(json.dumps(answers).encode()).hexdigest()
 
     def run(self, case: Case, number: int) -> Tally:
         """Answer a case's questions in its way of decoding, and compare them with plain decoding."""
@@ -349,6 +357,8 @@ def run_lossless(config: ServiceConfig, file: Path | None, *, num_tokens: int, s
         "numerics": assembly.numerics,
         "cases": len(result.cases),
         "preemptions": total.preemptions,
+        "tensor_parallel": config.tensor_parallel,
+        "plain_answers": result.plain_answers,
     }
     conclude(assembly, out, rows, summary, _table(result), Text(_verdict(result, assembly)))
     return result.holds
@@ -371,7 +381,8 @@ def _table(result: LosslessResult) -> Table:
 def _verdict(result: LosslessResult, assembly: Assembly) -> str:
     lines = [
         f"{result.total.tokens_compared:,} tokens compared in {len(result.cases)} cases, "
-        f"{result.total.mismatched_tokens:,} mismatched; numerics: {assembly.numerics}"
+        f"{result.total.mismatched_tokens:,} mismatched; numerics: {assembly.numerics}",
+        f"hash of plain decoding's answers: {result.plain_answers}",
     ]
     if result.unproved:
         lines.append("preemption was not checked: slots were made scarce, but no sequence was preempted")

@@ -79,7 +79,6 @@ class _Header(NamedTuple):
 
 _WORD = 8  # bytes of a number in a message
 _AT_ONCE = 1 << 15  # bytes that a connection takes before the other side reads
-_END = b""
 
 
 class _Mirror:
@@ -250,16 +249,17 @@ class Peers:
                     same.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", seconds, 0))
 
     def _heard(self) -> bytes:
-        with _telling_losses():
+        """Read a message. Returns nothing once the leader has ended."""
+        with _telling_losses(), suppress(EOFError):
             return self._others[0].recv_bytes()
+        return b""
 
     def close(self) -> None:
-        """Let the followers end."""
-        if self.leads and self._others:
-            with suppress(PeerLost), _telling_losses():
-                self._send(_END)
-            self._others = {}
-            self._ended()
+        """Close all connections, so that the followers end, and wait for those of this machine."""
+        for other in self._others.values():
+            other.close()
+        self._others = {}
+        self._ended()
 
 
 ALONE = Peers()
