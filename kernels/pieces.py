@@ -62,7 +62,7 @@ def multiply(x: Tensor, *, weight: Tensor, bias: Tensor | None, pieces: Pieces) 
     return finished(total, bias, x.dtype) if pieces.whole else total
 
 
-class Shard(NamedTuple):
+class TensorShard(NamedTuple):
     """The part of a model that one of several devices has: the pieces of a whole subtree."""
 
     rank: int = 0
@@ -82,7 +82,7 @@ class Shard(NamedTuple):
 class Devices(Protocol):
     """The devices that share a model, as the one that runs this code sees them. All call these in the same order."""
 
-    shard: Shard
+    shard: TensorShard
 
     def total(self, number: int) -> int:
         """Add up a number of each device."""

@@ -8,7 +8,6 @@ import platform
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from tempfile import TemporaryFile
 
 import torch
 
@@ -24,7 +23,7 @@ from kernels.cpu import library
 from kernels.cpu.library import return_large_buffers, use_threads
 from kernels.graph_runner import capture_for
 from service import __version__
-from service.config import ServiceConfig
+from service.config import ServiceConfig, check_writable
 from service.drafter import (
     DraftModel,
     begin_drafter,
@@ -47,7 +46,7 @@ from service.engine.memory_planner import KVRoom, MemoryPlan, memory_for, room_f
 from service.engine.target import Target
 from service.engine.weights import BeginDrafter, LoadedModel, describe, load_model
 from service.errors import StartupError
-from service.follow import SharedModel, build_name, load_shared
+from service.follow import SharedModel, load_shared
 from service.learning.auto import Facts, decide, facts_file
 from service.logging import bar
 from service.text.grammars import GrammarCompiler
@@ -202,27 +201,11 @@ def load_target(
             unverified=config.unverified,
             max_model_len=config.max_model_len,
         )
-        how = partial(load_model, described, dtype=dtype, device=device, in_blocks=in_blocks)
-        if config.tensor_parallel == 1:
-            loaded = how(begin_drafter=begin)
-        else:
-            loaded = load_shared(config, device, _shared(config, dtype, in_blocks, in_8_bits), how)
+        load = partial(load_model, described, dtype=dtype, device=device, in_blocks=in_blocks)
+        what = SharedModel.of(config, dtype, in_blocks=in_blocks, in_8_bits=in_8_bits)
+        shared = config.tensor_parallel > 1
+        loaded = load_shared(config, device, what, load) if shared else load(begin_drafter=begin)
     return replace(loaded, in_8_bits=in_8_bits)
-
-
-def _shared(config: ServiceConfig, dtype: torch.dtype, in_blocks: bool, in_8_bits: bool) -> SharedModel:
-    """What the processes that share the model load."""
-    return SharedModel(
-        build=build_name(),
-        model=config.model_source,
-        revision=config.revision,
-        unverified=config.unverified,
-        max_model_len=config.max_model_len,
-        dtype=str(dtype).removeprefix("torch."),
-        in_blocks=in_blocks,
-        in_8_bits=in_8_bits,
-        threads=config.num_threads,
-    )
 
 
 def dtype_of(config: ServiceConfig, device: torch.device) -> torch.dtype:
@@ -268,7 +251,7 @@ def _target(
     taps = taps_of(drafter_name, len(loaded.kv_shape.layers), network.config.tap_layers if network else ())
     target = memory_planner.target_without_room(loaded, limits, taps)
     states = loaded.kv_shape.state_bytes(memory_planner.running_states(loaded.kv_shape, limits))
-    pool_bytes = config.kv_cache_bytes(device.type, 0, states_bytes=states)
+    pool_bytes = config.kv_cache_bytes(device.type, 0, states_bytes=states)  # of all processes that share the model
     if device.type == "cuda":
         learning = _learning(config, loaded) if _has_room(config, loaded, limits, network) else None
         needs = memory_planner.needs_of(target, limits, network, learning, captures=captures)
@@ -282,7 +265,8 @@ def _target(
         memory_planner.check_free_memory(0, pool_bytes)
     if device.type == "cuda" or loaded.kv_shape.window is not None:  # windows leave room for many more slots
         beside += memory_planner.entry_bytes(network)
-    memory_planner.give_room(target, loaded, room_for(loaded.kv_shape, pool_bytes, limits, bytes_beside=beside))
+    own = pool_bytes // config.tensor_parallel
+    memory_planner.give_room(target, loaded, room_for(loaded.kv_shape, own, limits, bytes_beside=beside))
     return target
 
 
@@ -335,7 +319,12 @@ def _costs(assembly: Assembly) -> Costs:
             assembly.target,
             lambda: assembly.drafter(weights=weights),
             assembly.limits,
-            {"model": f"{loaded.fingerprint} {loaded.dtype_name}", "drafter": drafter, "version": __version__},
+            {
+                "model": f"{loaded.fingerprint} {loaded.dtype_name}",
+                "drafter": drafter,
+                "processes": str(assembly.config.tensor_parallel),
+                "version": __version__,
+            },
             folder=assembly.config.state_dir / "costs",
             progress=lambda done, total: advance(done / total, f"{done} of {total}"),
         )
@@ -353,26 +342,15 @@ def start_up_line(assembly: Assembly) -> str:
     room = KVRoom(pool.num_slots, pool.num_places, pool.states)
     factors = longrope_factors(loaded.model.config, length)
     rope = "" if factors is None else f" ({factors} factors of longrope)"
+    count = assembly.config.tensor_parallel
+    device = f"{target.device}" if count == 1 else f"{target.device} in {count} processes"
     steps = "in CUDA graphs" if target.capture is not None else "not in CUDA graphs"
     return (
-        f"adaptree {__version__}: model {assembly.config.public_model_name}{unverified}, device {target.device}, "
+        f"adaptree {__version__}: model {assembly.config.public_model_name}{unverified}, device {device}, "
         f"dtype {loaded.dtype_name}, KV cache {room.described}, "
         f"context {length}{rope}, steps {steps}, numerics: {assembly.numerics}, kernels: {kernels}, "
         f"drafter {assembly.drafter_name}, ends {names_of_ends(loaded.eos_token_ids, loaded.tokenizer)}"
     )
-
-
-def check_writable(state_dir: Path) -> None:
-    """Create the folder if it is missing. Raises StartupError if it cannot be written."""
-    try:
-        state_dir.mkdir(parents=True, exist_ok=True)
-        with TemporaryFile(dir=state_dir):
-            pass
-    except OSError as error:
-        raise StartupError(
-            f"state_dir {state_dir} cannot be written: {error.strerror}; make it a folder that this user may write "
-            "to, or name another with --state-dir"
-        ) from error
 
 
 def device_of(name: str) -> torch.device:

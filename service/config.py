@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from ipaddress import ip_address
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -22,6 +23,7 @@ from pydantic.fields import FieldInfo
 
 from adaptation.config import AdaptationConfig, usable_cores
 from service.api_keys import ApiKey, KeyHash, distinct
+from service.errors import StartupError
 
 GIB = 1024**3
 
@@ -345,6 +347,19 @@ class ServiceConfig(BaseModel):
         assert match is not None, "checked when it was set"
         unit = {"gib": GIB, "mib": 1024**2, "%": free_bytes / 100}[match[2].lower()]
         return int(float(match[1]) * unit)
+
+
+def check_writable(state_dir: Path) -> None:
+    """Create the folder if it is missing. Raises StartupError if it cannot be written."""
+    try:
+        state_dir.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=state_dir):
+            pass
+    except OSError as error:
+        raise StartupError(
+            f"state_dir {state_dir} cannot be written: {error.strerror}; make it a folder that this user may write "
+            "to, or name another with --state-dir"
+        ) from error
 
 
 SETTINGS: Mapping[str, FieldInfo] = {

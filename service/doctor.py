@@ -14,8 +14,8 @@ import torch
 from kernels import ops
 from service import __version__
 from service.api.connections import listen
-from service.assembly import NO_KERNELS, check_writable, device_of, dtype_of, limits_of
-from service.config import GIB, ServiceConfig
+from service.assembly import NO_KERNELS, device_of, dtype_of, limits_of
+from service.config import GIB, ServiceConfig, check_writable
 from service.drafter import choose_drafter, drafter_needs, source_of
 from service.engine.checks import VERIFIED, text_bytes
 from service.engine.ends import names_of_ends
@@ -23,8 +23,10 @@ from service.engine.gguf_reader import part_paths
 from service.engine.kv_pool import KVShape
 from service.engine.measuring import processor_name
 from service.engine.memory_planner import check_free_memory, room_for, running_states
+from service.engine.shards import shared_spec
 from service.engine.weights import Described, describe, gguf_file, kv_layers
 from service.errors import StartupError
+from service.follow import refuse_sharing
 from service.learning.auto import Facts, decide, kept_facts
 from service.text.tokenizer import ChatTokenizer
 
@@ -92,6 +94,15 @@ def _target(config: ServiceConfig) -> Described:
 def _model(config: ServiceConfig) -> str:
     family = _target(config).config.get_text_config().model_type
     return f"{config.model_source}: {family}{'' if family in VERIFIED else ', unverified'}"
+
+
+def _devices(config: ServiceConfig) -> str:
+    size, text = config.tensor_parallel, _target(config).config.get_text_config()
+    if size == 1:
+        return "the model runs in one process"
+    refuse_sharing(device_of(config.device))
+    shared_spec(text, size)
+    return f"the model is shared by {size} processes with {config.num_threads} threads each"
 
 
 def _ends(config: ServiceConfig) -> str:
@@ -176,6 +187,7 @@ _CHECKS: Mapping[str, Callable[[ServiceConfig], str]] = {
     "device": _device,
     "state_dir": _state_dir,
     "model": _model,
+    "devices": _devices,
     "ends": _ends,
     "template": _template,
     "drafter": _drafter,

@@ -24,7 +24,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from kernels import ops
 from kernels.cpu.library import use_threads
-from kernels.pieces import Shard
+from kernels.pieces import TensorShard
 from service import __version__
 from service.config import ServiceConfig
 from service.engine.kv_pool import KVPool
@@ -61,6 +61,21 @@ class SharedModel:
     in_8_bits: bool
     threads: int
 
+    @staticmethod
+    def of(config: ServiceConfig, dtype: torch.dtype, *, in_blocks: bool, in_8_bits: bool) -> "SharedModel":
+        """What the processes of this configuration load, in this type."""
+        return SharedModel(
+            build=build_name(),
+            model=config.model_source,
+            revision=config.revision,
+            unverified=config.unverified,
+            max_model_len=config.max_model_len,
+            dtype=str(dtype).removeprefix("torch."),
+            in_blocks=in_blocks,
+            in_8_bits=in_8_bits,
+            threads=config.num_threads,
+        )
+
     @property
     def described(self) -> Described:
         """The model's configuration and files. Raises StartupError."""
@@ -75,16 +90,15 @@ def build_name() -> str:
 
 
 def load_shared(
-    config: ServiceConfig, device: torch.device, said: SharedModel, load: Callable[..., LoadedModel]
+    config: ServiceConfig, device: torch.device, what: SharedModel, load: Callable[..., LoadedModel]
 ) -> LoadedModel:
     """Start the followers and load the leader's part, while they load theirs. `load`: loads a part. Raises
     StartupError."""
-    if device.type != "cpu" or ops.kernel_set(device) == "torch":
-        raise StartupError("tensor_parallel is more than 1: only the compiled kernels of a CPU share a model yet")
-    part = ModelShard.of(said.described.config, Shard(0, config.tensor_parallel))
+    refuse_sharing(device)
+    part = ModelShard.of(what.described.config, TensorShard(0, config.tensor_parallel))
     try:
         peers = _lead(config.tensor_parallel)
-        peers.say(json.dumps(asdict(said)))
+        peers.say(json.dumps(asdict(what)))
         loaded = load(part=part)
         peers.say(part.digest())
         peers.total(0)  # all have loaded theirs
@@ -94,29 +108,44 @@ def load_shared(
     return replace(loaded, peers=peers)
 
 
+def refuse_sharing(device: torch.device) -> None:
+    """Raise StartupError if processes cannot share a model on such devices."""
+    if device.type != "cpu" or ops.kernel_set(device) == "torch":
+        raise StartupError(
+            f"tensor_parallel is more than 1 on {device}: only the compiled kernels of CPUs share a model yet; set "
+            "tensor_parallel to 1, or device to cpu"
+        )
+
+
 def follow(peers: Peers) -> None:
     """Load this process's part of the model, and compute it until the leader ends. Raises StartupError, and PeerLost if
     the leader does not end as it should."""
-    said = SharedModel(**json.loads(peers.say()))
-    use_threads(said.threads)
-    if said.build != build_name():
-        raise StartupError(f"the leader runs {said.build}, but this process {build_name()}: install the same")
-    described = said.described
-    part, dtype = ModelShard.of(described.config, peers.shard), getattr(torch, said.dtype)
-    model = load_weights(described, dtype, _CPU, in_blocks=said.in_blocks, part=part)
+    what = SharedModel(**json.loads(peers.say()))
+    use_threads(what.threads)
+    if what.build != build_name():
+        raise StartupError(f"the leader runs {what.build}, but this process {build_name()}: install the same")
+    described = what.described
+    part, dtype = ModelShard.of(described.config, peers.shard), getattr(torch, what.dtype)
+    model = load_weights(described, dtype, _CPU, in_blocks=what.in_blocks, part=part)
     if peers.say() != part.digest():
-        raise StartupError(f"{said.model} has other weights here than where the leader runs: copy the same files")
+        raise StartupError(f"{what.model} has other weights here than where the leader runs: copy the same files")
     peers.total(0)
     shape = kv_shape(model, part)
-    target = Target(model, KVPool(shape, 2, _CPU), part, peers, in_8_bits=said.in_8_bits)
+    target = Target(model, KVPool(shape, 2, _CPU), part, peers, in_8_bits=what.in_8_bits)
     logger.info("process %d of %d has its part of the model", peers.shard.rank + 1, peers.shard.size)
-    with torch.inference_mode():
-        for step in peers.heard():
-            if step.room != (target.pool.num_slots, target.pool.num_places):
-                target.pool = KVPool(shape, step.room.num_slots, _CPU, num_places=step.room.num_places)
-            if step.window_of is not None:
-                target.pool.window_of = step.window_of
-            target.compute(step.slots, step.attention, step.slots, step.logit_rows, step.table, features=False)
+    compute(target)
+
+
+@torch.inference_mode()
+def compute(target: Target) -> None:
+    """Compute a follower's part of the leader's forwards until it ends. Raises PeerLost."""
+    for forward in target.peers.heard():
+        slots, places = forward.sizes.pool
+        if (slots, places) != (target.pool.num_slots, target.pool.num_places):
+            target.pool = KVPool(target.pool.shape, slots, target.device, num_places=places)
+        target.pool.window_of = forward.window_of
+        # Tokens are not sent: the leader looks up their embeddings.
+        target.compute(forward.slots, *forward[1:-1], features=False)
 
 
 def _lead(size: int) -> Peers:
@@ -129,16 +158,16 @@ def _lead(size: int) -> Peers:
     server = _server(_LOOPBACK)
     followers = Followers(server.getsockname()[:2], key, size)
     followers.start()
-    return Peers(Shard(0, size), _met(server, key, size, followers.is_alive), followers.end)
+    return Peers(TensorShard(0, size), _met(server, key, size, followers.is_alive), followers.end)
 
 
-def _of_torchrun(size: int) -> tuple[Any, Shard]:
+def _of_torchrun(size: int) -> tuple[Any, TensorShard]:
     """The store of torchrun's processes, and the place of this one among them. Raises StartupError if they are not
     `size`."""
     store, rank, found = next(rendezvous("env://"))
     if found != size:
         raise StartupError(f"tensor_parallel is {size}, but torchrun has started {found} processes")
-    return store, Shard(rank, size)
+    return store, TensorShard(rank, size)
 
 
 def follows(config: ServiceConfig) -> bool:
@@ -152,7 +181,7 @@ def follows(config: ServiceConfig) -> bool:
     return shard.rank > 0
 
 
-def meet(leader: Address, key: bytes, shard: Shard) -> Peers:
+def meet(leader: Address, key: bytes, shard: TensorShard) -> Peers:
     """Join the leader at an address, and those followers with which sums are exchanged. Raises PeerLost."""
     try:
         others = {0: _connected(leader, key)}
@@ -250,12 +279,11 @@ class Followers(threading.Thread):
                 one.wait()
 
     def end(self) -> None:
-        """Wait until the followers have ended, by force if they do not on their own."""
+        """Let the followers end; those that do not on their own are killed a little later."""
         self._ending.set()
-        self.join()
 
 
 def follow_leader(given: str) -> None:
     """Follow the leader that has started this process. `given`: what it wrote to the standard input."""
     leader, key, rank, size = json.loads(given)
-    follow(meet(tuple(leader), bytes.fromhex(key), Shard(rank, size)))
+    follow(meet(tuple(leader), bytes.fromhex(key), TensorShard(rank, size)))

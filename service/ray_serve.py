@@ -55,6 +55,9 @@ def deployed(settings: dict[str, Any], replicas: int) -> Any:
     StartupError."""
     config = load_config(settings).config
     replica = serve.deployment(
+        # The replica's process leads, and starts those that follow on the same node.
+        placement_group_bundles=[{"CPU": 1}] * config.tensor_parallel,
+        placement_group_strategy="STRICT_PACK",
         name="Replica",
         max_ongoing_requests=config.max_sequences,
         max_queued_requests=config.max_waiting,

@@ -178,7 +178,7 @@ def load_model_service(config: ServiceConfig, metrics: Metrics, live: Live) -> S
     engine = assembly.engine() if adaptive is None else adaptive.engine
     metrics.credit(engine.drafter.sources)
     gains = None if assembly.costs is None else assembly.costs.gains_file
-    ended = list[Callable[[], None]]()
+    ended: list[Callable[[], None]] = [assembly.target.peers.close]
     if gains is not None and isinstance(engine.policy, CostBudget):
         restore_gains(engine.policy.gate, gains)
         ended.append(partial(keep_gains, engine.policy.gate, gains))

@@ -11,11 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import init_empty_weights  # type: ignore[import-untyped]
 from gguf import GGMLQuantizationType, dequantize
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
-from transformers.initialization import no_init_weights
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from drafters.folders import FILES, DrafterInFile
 from drafters.network.checkpoint import HEAD, DrafterError
@@ -32,6 +30,7 @@ from service.engine.modules import (
     QuantisedExperts,
     QuantisedLinear,
     decoder_layers,
+    empty_model,
     is_experts,
     layer_weights,
 )
@@ -63,8 +62,7 @@ def load_gguf(
     of several devices loads. Raises StartupError for missing or unknown tensors and wrong shapes."""
     if in_blocks:
         dtype = torch.float32
-    with no_init_weights(), init_empty_weights(include_buffers=False):
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
+    model = empty_model(config, dtype, attention)
     architecture, counts = architecture_of(file), Counter[str]()
     places = _places(architecture, model)
     if part is not None:

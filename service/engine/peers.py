@@ -12,7 +12,7 @@ import os
 import socket
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from types import MappingProxyType
 from typing import NamedTuple
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kernels.pieces import Shard
+from kernels.pieces import TensorShard
 from kernels.tree_attention import AttentionRows
 from service.engine.kv_pool import KVPool
 
@@ -30,54 +30,36 @@ class PeerLost(RuntimeError):
     """A process that shares the model has ended, or does not answer."""
 
 
-class Step(NamedTuple):
+class SharedForward(NamedTuple):
     """What the followers need of a forward."""
 
+    sizes: "Sizes"
     attention: AttentionRows
     slots: Tensor  # [rows] int64
     logit_rows: Tensor | slice  # [logits] int64, or all rows
     table: Tensor  # [table rows, positions] int64
-    room: "Room"
     window_of: Tensor | None  # as in `KVPool`
 
 
-class Room(NamedTuple):
-    """Size of the leader's KV pool."""
+class Sizes(NamedTuple):
+    """Numbers at the beginning of a message about a forward, before the lengths of its parts."""
 
-    num_slots: int
-    num_places: int | None
-
-
-class _Header(NamedTuple):
-    """Sizes of a message about a forward, from which its parts follow."""
-
-    rows: int
-    sequences: int
-    nodes: int
-    logits: int  # -1: all rows have some
+    num_slots: int  # of the leader's KV pool, like the next one
+    num_places: int  # 0: layers with a window keep all slots
     table_rows: int
     positions: int
-    changes: int  # of the slot table
-    num_slots: int
-    num_places: int  # -1: layers with a window keep all slots
     window_columns: int
-    window_changes: int
+    all_logits: int  # whether all rows have logits
 
     @property
-    def room(self) -> Room:
-        """Size of the pool."""
-        return Room(self.num_slots, None if self.num_places < 0 else self.num_places)
-
-    @property
-    def parts(self) -> tuple[int, ...]:
-        """Lengths of the message's parts, in order."""
-        trees = self.sequences * self.nodes
-        ancestors = -(-trees * self.nodes // _WORD)
-        changes = self.changes, self.changes, self.window_changes, self.window_changes
-        return *[self.rows] * 4, self.sequences, self.sequences, trees, trees, ancestors, max(0, self.logits), *changes
+    def pool(self) -> tuple[int, int | None]:
+        """Numbers of slots and of places."""
+        return self.num_slots, self.num_places or None
 
 
+_PARTS = 14  # of a message
 _WORD = 8  # bytes of a number in a message
+_BEAT = b"beat"
 _AT_ONCE = 1 << 15  # bytes that a connection takes before the other side reads
 
 
@@ -90,7 +72,7 @@ class _Mirror:
     def changes(self, lines: Tensor, now: Tensor) -> tuple[Tensor, Tensor]:
         """Return places and values that differ from what is known, and know them from now on.
         # lines [lines], now [lines, columns] int64 -> both [changes] int64"""
-        self._reach((int(lines.max()) + 1, now.shape[1]))
+        self._reach((int(lines.max()) + 1, now.shape[1]))  # planned transfer: only CPUs share a model
         places = lines[:, None] * self.known.shape[1] + torch.arange(now.shape[1])
         changed = self.known.view(-1)[places] != now
         found = places[changed], now[changed]
@@ -115,15 +97,15 @@ class Peers:
 
     def __init__(
         self,
-        shard: Shard = Shard(),  # noqa: B008 - a constant
+        shard: TensorShard = TensorShard(),  # noqa: B008 - a constant
         others: Mapping[int, Connection] = MappingProxyType({}),
         ended: Callable[[], None] = lambda: None,
     ) -> None:
         """`others`: connections to the leader, or from it to all, and to those with which sums are added; `ended`:
-        called when the leader has ended."""
+        called when this process takes part no longer."""
         self.shard, self._others, self._ended = shard, others, ended
         self._slots, self._places = _Mirror(), _Mirror()  # of the slot table, and of layers with a window
-        self._room: Room | None = None  # the pool of the last forward
+        self._pool: tuple[int, int | None] | None = None  # numbers of slots and places at the last forward
 
     @property
     def leads(self) -> bool:
@@ -132,7 +114,7 @@ class Peers:
 
     def total(self, number: int) -> int:
         """Add up a number of each process."""
-        return int(self.added(torch.tensor([number])))
+        return int(self.added(torch.tensor([number])))  # planned transfer: at start and while idle
 
     def added(self, sums: Tensor) -> Tensor:
         """Add values of neighbours, then of neighbouring pairs: each addition is the same on both sides. See
@@ -146,7 +128,7 @@ class Peers:
         """Send values to another process, which sends as many. # [...] -> like own"""
         theirs, other = torch.empty_like(own), self._others[rank]
         waits = own.nbytes > _AT_ONCE and self.shard.rank > rank  # else both could wait for the other to read
-        with _telling_losses():
+        with self._telling_losses():
             if not waits:
                 other.send_bytes(_bytes_of(own))
             other.recv_bytes_into(_bytes_of(theirs))
@@ -156,7 +138,7 @@ class Peers:
 
     def shared(self, values: Tensor) -> Tensor:
         """Give the leader's values to all, in place. # [...]"""
-        with _telling_losses():
+        with self._telling_losses():
             if not self.leads:
                 self._others[0].recv_bytes_into(_bytes_of(values))
             else:
@@ -166,7 +148,7 @@ class Peers:
     def joined(self, part: Tensor, widths: Sequence[int]) -> Tensor:
         """Concatenate the columns of all processes on the leader; others get their own. `widths`: columns of each.
         # [rows, own columns] -> [rows, columns]"""
-        with _telling_losses():
+        with self._telling_losses():
             if not self.leads:
                 self._others[0].send_bytes(_bytes_of(part.contiguous()))
                 return part
@@ -177,7 +159,7 @@ class Peers:
 
     def say(self, text: str = "") -> str:
         """Return the leader's text on all processes."""
-        with _telling_losses():
+        with self._telling_losses():
             if not self.leads:
                 return self._others[0].recv_bytes().decode()
             self._send(text.encode())
@@ -194,52 +176,63 @@ class Peers:
         # slots [rows], logit_rows [logits], table [table rows, positions] int64"""
         if self.shard.size == 1 or not self.leads:
             return
-        self._begin(Room(pool.num_slots, pool.num_places))
-        lines = attention.table_rows
-        changes = self._slots.changes(lines, table[lines, : int(attention.extend_end.max()) + 1])
-        moved = () if pool.window_of is None else self._places.changes(lines[:1] * 0, pool.window_of[None])
-        trees = attention.node_slots, attention.node_depths
-        flags = attention.ancestors.flatten().view(torch.uint8)
-        chosen = slots[:0] if isinstance(logit_rows, slice) else logit_rows
-        rows = attention.sequence, attention.positions, attention.node, slots
-        parts = *rows, attention.extend_end, lines, *trees, _words(flags), chosen, *changes, *moved
-        header = _Header(
-            rows=len(slots),
-            sequences=len(lines),
-            nodes=attention.node_slots.shape[1],
-            logits=-1 if isinstance(logit_rows, slice) else len(logit_rows),
-            table_rows=self._slots.known.shape[0],
-            positions=self._slots.known.shape[1],
-            changes=len(changes[0]),
-            num_slots=pool.num_slots,
-            num_places=-1 if pool.num_places is None else pool.num_places,
-            window_columns=self._places.known.shape[1],
-            window_changes=len(moved[0]) if moved else 0,
-        )
-        with _telling_losses():
-            self._send(_bytes_of(torch.cat([torch.tensor(header), *(part.flatten() for part in parts)])))
+        self._begin((pool.num_slots, pool.num_places))
+        lines, whole = attention.table_rows, isinstance(logit_rows, slice)
+        end = int(attention.extend_end.max()) + 1  # planned transfer: only CPUs share a model
+        moved = (slots[:0], slots[:0])
+        if pool.window_of is not None:
+            moved = self._places.changes(torch.zeros_like(lines[:1]), pool.window_of[None])
+        parts = [
+            *(attention.sequence, attention.positions, attention.node, slots, attention.extend_end, lines),
+            *(attention.node_slots, attention.node_depths, _words(attention.ancestors)),
+            *(slots[:0] if isinstance(logit_rows, slice) else logit_rows,),
+            *self._slots.changes(lines, table[lines, :end]),
+            *moved,
+        ]
+        known = *self._slots.known.shape, self._places.known.shape[1]
+        sizes = pool.num_slots, pool.num_places or 0, *known, whole
+        numbers = torch.tensor([*sizes, *(part.numel() for part in parts)])
+        with self._telling_losses():
+            self._send(_bytes_of(torch.cat([numbers, *(part.flatten() for part in parts)])))
 
-    def heard(self) -> Iterator[Step]:
+    def heard(self) -> Iterator[SharedForward]:
         """Yield the leader's forwards until it ends. Each must be computed before the next is heard."""
         while message := self._heard():
+            if message == _BEAT:
+                self.total(0)
+                continue
             numbers = torch.frombuffer(bytearray(message), dtype=torch.int64)
-            header = _Header(*numbers[: len(_Header._fields)].tolist())
-            body = numbers[len(header) :].split(header.parts)
-            sequence, positions, node, slots, ends, lines, node_slots, depths, flags, chosen, *changes = body
-            self._begin(header.room)
-            nodes = header.sequences, header.nodes
-            seen = flags.view(torch.uint8)[: header.sequences * header.nodes**2].view(*nodes, header.nodes).bool()
-            trees = node_slots.view(nodes), depths.view(nodes), seen
-            table = self._slots.put((header.table_rows, header.positions), *changes[:2])
-            moved = self._places.put((1, header.window_columns), *changes[2:]) if header.window_columns else None
-            attention = AttentionRows(sequence, positions, node, lines, ends, *trees)
-            logit_rows = slice(None) if header.logits < 0 else chosen
-            yield Step(attention, slots, logit_rows, table, header.room, None if moved is None else moved[0])
+            begin, lengths, rest = numbers.split(
+                [len(Sizes._fields), _PARTS, len(numbers) - len(Sizes._fields) - _PARTS]
+            )
+            sizes = Sizes(*begin.tolist())  # planned transfer: only CPUs share a model
+            sequence, positions, node, slots, ends, lines, *trees, flags, chosen, place, slot, at, to = rest.split(
+                lengths.tolist()  # planned transfer: only CPUs share a model
+            )
+            self._begin(sizes.pool)
+            node_slots, depths = (
+                value.view(len(lines), -1) if len(value) else value.view(len(lines), 0) for value in trees
+            )
+            count = node_slots.shape[1]
+            seen = flags.view(torch.uint8)[: len(lines) * count**2].view(len(lines), count, count).bool()
+            table = self._slots.put((sizes.table_rows, sizes.positions), place, slot)
+            windows = self._places.put((1, sizes.window_columns), at, to)[0] if sizes.window_columns else None
+            rows = AttentionRows(sequence, positions, node, lines, ends, node_slots, depths, seen)
+            yield SharedForward(sizes, rows, slots, slice(None) if sizes.all_logits else chosen, table, windows)
 
-    def _begin(self, room: Room) -> None:
-        """Forget the tables of another pool."""
-        if room != self._room:
-            self._slots, self._places, self._room = _Mirror(), _Mirror(), room
+    def _begin(self, pool: tuple[int, int | None]) -> None:
+        """Forget the tables of another pool. `pool`: numbers of slots and of places."""
+        if pool != self._pool:
+            self._slots, self._places, self._pool = _Mirror(), _Mirror(), pool
+
+    @contextmanager
+    def _telling_losses(self) -> Iterator[None]:
+        """Turn errors of a connection in this context into PeerLost, after which the other processes end, too."""
+        try:
+            yield
+        except (OSError, EOFError) as error:
+            self.close()
+            raise PeerLost(f"a process that shares the model has ended or does not answer: {error!r}") from error
 
     def wait_at_most(self, seconds: int) -> None:
         """Raise PeerLost from now on if another process does not read or answer a message for so long."""
@@ -248,14 +241,22 @@ class Peers:
                 for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
                     same.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", seconds, 0))
 
+    def beat(self) -> None:
+        """Ask whether all processes answer. Raises PeerLost."""
+        if self.leads and self._others:
+            with self._telling_losses():
+                self._send(_BEAT)
+            self.total(0)
+
     def _heard(self) -> bytes:
         """Read a message. Returns nothing once the leader has ended."""
-        with _telling_losses(), suppress(EOFError):
+        try:
             return self._others[0].recv_bytes()
-        return b""
+        except (OSError, EOFError):
+            return b""
 
     def close(self) -> None:
-        """Close all connections, so that the followers end, and wait for those of this machine."""
+        """Close all connections, so that the followers end."""
         for other in self._others.values():
             other.close()
         self._others = {}
@@ -266,19 +267,11 @@ ALONE = Peers()
 
 
 def _words(flags: Tensor) -> Tensor:
-    """Bytes as numbers of a message, zero-padded. # [bytes] uint8 -> [words] int64"""
-    return functional.pad(flags, (0, -len(flags) % _WORD)).view(torch.int64)
+    """Flags as numbers of a message, zero-padded. # [...] bool -> [words] int64"""
+    bytes_of = flags.flatten().view(torch.uint8)
+    return functional.pad(bytes_of, (0, -len(bytes_of) % _WORD)).view(torch.int64)
 
 
 def _bytes_of(values: Tensor) -> memoryview:
     """The memory of a contiguous tensor. # [...]"""
     return memoryview(values.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]  # numpy 2 types it, 1 not
-
-
-@contextmanager
-def _telling_losses() -> Iterator[None]:
-    """Turn errors of a connection in this context into PeerLost."""
-    try:
-        yield
-    except (OSError, EOFError) as error:
-        raise PeerLost(f"a process that shares the model has ended or does not answer: {error!r}") from error

@@ -6,6 +6,7 @@ Where parts end is defined in `kernels.pieces`, so that 1, 2, 4 or 8 devices com
 """
 
 import hashlib
+import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from math import lcm, prod
@@ -20,13 +21,11 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from drafters.network.checkpoint import even_sample
 from kernels.families import FAMILIES, spec_of
 from kernels.layers import COLUMNS, Weight, rows_of
-from kernels.pieces import NUM_PIECES, Shard, pieces_of
+from kernels.pieces import NUM_PIECES, TensorShard, pieces_of
 from kernels.specs import AttentionSpec, LayerSpec, ModelSpec, usual_name
-from service.engine.modules import QuantisedLinear, matrix_of
+from service.engine.modules import SAMPLES, QuantisedLinear, matrix_of
 from service.errors import StartupError
 
-SAMPLES = 64
-"""Values of a weight that its fingerprint samples, at least."""
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 SIZES = tuple(size for size in (1, 2, 4, 8) if NUM_PIECES % size == 0)
 """Numbers of devices that can share a model."""
@@ -45,7 +44,7 @@ class LayerShard(NamedTuple):
     inner_columns: int  # of the whole layer
 
     @staticmethod
-    def of(spec: LayerSpec, inner: int, units: tuple[int, int], shard: Shard) -> "LayerShard":
+    def of(spec: LayerSpec, inner: int, units: tuple[int, int], shard: TensorShard) -> "LayerShard":
         """`inner`: columns of the feed-forward; `units`: numbers of columns that `o_proj` and `down_proj` cannot
         part."""
         whole = spec.attention
@@ -106,7 +105,7 @@ def _moved(part: slice, by: int) -> slice:
 class ModelShard:
     """The part of a model that a device has, and what its loader notes of the whole weights."""
 
-    shard: Shard
+    shard: TensorShard
     spec: ModelSpec  # of the whole model
     vocab_size: int
     tied: bool
@@ -115,7 +114,7 @@ class ModelShard:
     """Shapes of whole weights that the device has in part, and samples of their values."""
 
     @staticmethod
-    def of(config: PreTrainedConfig, shard: Shard) -> "ModelShard":
+    def of(config: PreTrainedConfig, shard: TensorShard) -> "ModelShard":
         """The part of a model with this configuration. Raises StartupError for one that devices cannot share."""
         return ModelShard(shard, shared_spec(config, shard.size), config.vocab_size, bool(config.tie_word_embeddings))
 
@@ -145,7 +144,7 @@ class ModelShard:
     def vocab_columns(self) -> list[int]:
         """Rows of the output layer that each device has."""
         whole = pieces_of(self.vocab_size, COLUMNS)
-        spans = [Shard(rank, self.shard.size).span(whole) for rank in range(self.shard.size)]
+        spans = [TensorShard(rank, self.shard.size).span(whole) for rank in range(self.shard.size)]
         return [span.stop - span.start for span in spans]
 
     @property
@@ -241,19 +240,26 @@ def _linear(weight: Weight) -> nn.Module:
 
 
 def load_safetensors(
-    folder: Path, model: PreTrainedModel, part: ModelShard, named: Callable[[str], str]
+    folder: Path, model: PreTrainedModel, part: ModelShard, renamed: Mapping[str, str]
 ) -> Mapping[str, Collection[object]]:
-    """Read a device's part of a model without weights from the safetensors files of a folder. `named`: the model's
-    name of a tensor of the files. Returns what is missing, unexpected or of another shape, as transformers reports
-    it."""
+    """Read a device's part of a model without weights from the safetensors files of a folder. `renamed`: patterns in
+    the names of the files' tensors, and what the model calls them. Returns what is missing, unexpected or of another
+    shape, as transformers reports it."""
     part.plan(model, lambda name: COLUMNS)
     shapes = {name: tuple(value.shape) for name, value in model.named_parameters()}
     found, others, odd = set[str](), list[str](), list[tuple[str, object, object]]()
     for file in sorted(folder.glob("*.safetensors")):
         with safe_open(file, "pt") as opened:
             for key in opened.keys():  # noqa: SIM118 - it is no mapping
-                name, tensor = named(key), opened.get_slice(key)
+                name, tensor = key, opened.get_slice(key)
+                for theirs, ours in renamed.items():
+                    name = re.sub(theirs, ours, name)
                 shape = tuple(tensor.get_shape())
+                if name == HEAD and part.tied:
+                    raise StartupError(
+                        f"the files contain {HEAD}, but config.json ties it to the embedding: set tie_word_embeddings "
+                        f"to false, or {_ONE}"
+                    )
                 if name not in shapes:
                     others.append(key)
                 elif shape != shapes[name]:

@@ -29,6 +29,7 @@ Observe = Callable[[EngineOutput, LoadStats], None]
 _Message = Callable[[Engine], None]
 _Result = TypeVar("_Result")
 _PATIENCE_SECONDS = 0.1
+_IDLE_SECONDS = 10.0  # after which an idle engine looks whether all processes that share the model answer
 
 
 class EngineThread:
@@ -133,7 +134,8 @@ class EngineThread:
 
     def _loop(self, deliver: Deliver) -> None:
         while not self._stopping and not (self._draining and self._engine.idle and self._inbox.empty()):
-            self._read_inbox(wait=self._engine.idle and not self._draining)
+            if not self._read_inbox(wait=self._engine.idle and not self._draining):
+                self._engine.target.peers.beat()
             output = EngineOutput([], [], None) if self._stopping else self._engine.step(deliver)
             if output.stats is not None or output.finished:
                 self._report(output)
@@ -142,16 +144,18 @@ class EngineThread:
         for part, observe in self._observers.items():
             self.guard.run(part, partial(observe, output, self._engine.load), lambda: None)
 
-    def _read_inbox(self, *, wait: bool) -> None:
-        """Process all messages in the inbox; with `wait`, wait for the first one."""
-        try:
-            message = self._inbox.get(block=wait)
+    def _read_inbox(self, *, wait: bool) -> bool:
+        """Process all messages in the inbox; with `wait`, wait a while for the first one. Returns false if none came in
+        that time."""
+        found = not wait
+        with suppress(queue.Empty):
+            message = self._inbox.get(block=wait, timeout=_IDLE_SECONDS)
+            found = True
             while True:
                 if message is not None:
                     message(self._engine)
                 message = self._inbox.get_nowait()
-        except queue.Empty:
-            return
+        return found
 
 
 @contextmanager

@@ -4,8 +4,6 @@ Weights are read from safetensors or GGUF only; pickles and remote code are refu
 reproduce is refused with an error that names the reason.
 """
 
-import hashlib
-import re
 import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -13,11 +11,9 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from importlib.machinery import PathFinder
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, cast
 
 import torch
-from accelerate import init_empty_weights  # type: ignore[import-untyped]
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
@@ -33,14 +29,12 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
-from transformers.initialization import no_init_weights
 
-from drafters.network.checkpoint import TargetParts, even_sample, identity_of
+from drafters.network.checkpoint import TargetParts, identity_of
 from drafters.network.model import SpecBlock
 from kernels.cpu import library
-from kernels.experts import QuantisedStack
 from kernels.families import OF_DRAFTERS, recurrent_of, sources_of, windows_of
-from kernels.layers import QuantisedWeight, Weight
+from kernels.layers import Weight
 from service.engine.checks import fix_longrope, refuse_config, refuse_incomplete, refuse_odd_tensors
 from service.engine.ends import end_token_ids, gguf_end_ids
 from service.engine.gguf_config import config_of
@@ -48,10 +42,20 @@ from service.engine.gguf_file import load_gguf
 from service.engine.gguf_reader import GGUFFile, open_gguf
 from service.engine.gguf_tokenizer import tokenizer_of
 from service.engine.kv_pool import KVShape, LayerKV
-from service.engine.modules import ATTENTION_NAME, is_experts, keeps_blocks, last_norm, matrix_of, num_bytes, weights_of
+from service.engine.modules import (
+    ATTENTION_NAME,
+    empty_model,
+    is_experts,
+    keeps_blocks,
+    last_norm,
+    matrix_of,
+    num_bytes,
+    weights_fingerprint,
+    weights_of,
+)
 from service.engine.mxfp4 import keep_experts, with_blocks
 from service.engine.peers import ALONE, Peers
-from service.engine.shards import SAMPLES, ModelShard, load_safetensors
+from service.engine.shards import ModelShard, load_safetensors
 from service.engine.states import StateShape
 from service.errors import StartupError
 
@@ -240,16 +244,8 @@ def _part_of_folder(described: Described, dtype: torch.dtype, part: ModelShard) 
     if not source.is_dir():
         source = Path(snapshot_download(described.name, revision=described.revision, allow_patterns=_SAFETENSORS))
     refuse_odd_tensors(source)
-    with no_init_weights(), init_empty_weights(include_buffers=False):
-        empty = AutoModelForCausalLM.from_config(described.config, dtype=dtype, attn_implementation=ATTENTION_NAME)
-    model = cast(PreTrainedModel, empty)
-
-    def named(key: str) -> str:
-        for theirs, ours in _TEXT_NAMES.items():
-            key = re.sub(theirs, ours, key)
-        return key
-
-    refuse_incomplete(load_safetensors(source, model, part, named), described.config)
+    model = empty_model(described.config, dtype)
+    refuse_incomplete(load_safetensors(source, model, part, _TEXT_NAMES), described.config)
     return model
 
 
@@ -393,19 +389,3 @@ def kv_layers(config: PreTrainedConfig) -> tuple[LayerKV | StateShape, ...]:
         kv_heads = getattr(own, "num_key_value_heads", None) or heads
         layers.append(LayerKV(kv_heads, dim, window, source))
     return tuple(layers)
-
-
-def weights_fingerprint(
-    model: PreTrainedModel, of_whole: Mapping[str, tuple[tuple[int, ...], Tensor]] = MappingProxyType({})
-) -> str:
-    """Hash the name, shape, dtype and evenly spaced sample values of every parameter. `of_whole`: shapes and samples of
-    those that are held in part."""
-    digest = hashlib.sha256()
-    weights = weights_of(model)
-    in_blocks = any(isinstance(weight, QuantisedWeight | QuantisedStack) for weight in weights.values())
-    for name, weight in sorted((weights if in_blocks else model.state_dict()).items()):
-        parts = weight.weights if isinstance(weight, QuantisedStack) else [weight]
-        own = tuple(weight.shape), torch.cat([even_sample(part, -(-SAMPLES // len(parts))) for part in parts])
-        shape, sample = of_whole.get(name, own)
-        digest.update(f"{name} {shape} {weight.dtype}".encode() + sample.double().cpu().numpy().tobytes())
-    return digest.hexdigest()[:16]

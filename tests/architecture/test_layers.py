@@ -59,8 +59,10 @@ ALLOWED = {
     # The assembly, the server process, the benchmarks and the command line build and start everything.
     "service.runtime": ("service.runtime", *LEAVES, *RECORDS),
     "service.drafter": ("service.drafter", "service.engine", *LEAVES, "drafters", "kernels"),
+    "service.follow": ("service.follow", "service.engine", *LEAVES, "kernels"),
     "service.assembly": (
         "service.assembly",
+        "service.follow",
         "service.drafter",
         "service.engine",
         *LEAVES,

@@ -12,6 +12,7 @@ OUTSIDE_THE_STEP = frozenset(
         "kernels.joint_tree",  # a tree grows as its values say
         "kernels.memory",
         "service.engine.measuring",  # the self-check, and the cost table
+        "service.engine.shards",  # loads a part of the target
         "service.engine.weights",  # loads the target
     }
 )

@@ -10,6 +10,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, T5Config, T5ForConditionalGeneration
 
 from service.engine.kv_pool import KVShape, LayerKV
+from service.engine.modules import weights_fingerprint
 from service.engine.weights import (
     EMBEDDED_NAME,
     describe,
@@ -18,7 +19,6 @@ from service.engine.weights import (
     kv_shape,
     load_model,
     resolve,
-    weights_fingerprint,
 )
 from service.errors import StartupError
 from tests.tiny_models import EOS_ID, FAMILIES, WINDOW, load, loaded_tiny, tiny_model, tiny_tokenizer

@@ -1,0 +1,190 @@
+"""A model that several processes share computes the bits of one: on several families, in both types, by uneven heads,
+with trees, windows, several sequences and other pools. The processes are threads here, and their connections pipes."""
+
+import json
+import threading
+from collections.abc import Callable
+from itertools import combinations
+from multiprocessing.connection import Pipe
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+import torch
+from torch import Tensor
+
+from benchmarks.gguf_shapes import Shape, write_shape
+from drafters.tree import DraftTree
+from kernels.cpu import library
+from kernels.pieces import TensorShard
+from kernels.rows import ExtendRows
+from service.engine.kv_pool import KVPool
+from service.engine.measuring import Trial
+from service.engine.peers import PeerLost, Peers
+from service.engine.shards import ModelShard
+from service.engine.target import Target
+from service.engine.weights import (
+    EMBEDDED_NAME,
+    Described,
+    LoadedModel,
+    describe,
+    gguf_file,
+    kv_shape,
+    load_model,
+    load_weights,
+)
+from service.errors import StartupError
+from service.follow import compute
+from tests.tiny_models import WINDOW, tiny_model
+
+pytestmark = pytest.mark.skipif(library.variant() is None, reason="no kernels are compiled")
+CPU = torch.device("cpu")
+WIDE: dict[str, Any] = {"hidden_size": 64, "head_dim": 32, "intermediate_size": 288}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen2": {"num_attention_heads": 4, "num_key_value_heads": 2},
+    "qwen3": {"num_attention_heads": 9, "num_key_value_heads": 3},  # queries of one key on two devices
+    "mistral": {"num_attention_heads": 8, "num_key_value_heads": 1},  # one key head on all
+    "gemma": {},
+    "gemma2": {},
+    "gemma3": {},
+    "phi3": {"num_key_value_heads": 2},  # fused projections
+}
+SLOTS = 300
+Found = TypeVar("Found")
+
+
+def connected(size: int) -> list[dict[int, Any]]:
+    """The connections of each of so many processes."""
+    ends: list[dict[int, Any]] = [{} for _ in range(size)]
+    for one, other in combinations(range(size), 2):
+        ends[one][other], ends[other][one] = Pipe()
+    return ends
+
+
+def part_of(described: Described, shard: TensorShard) -> ModelShard | None:
+    return None if shard.size == 1 else ModelShard.of(described.config, shard)
+
+
+def shared(
+    folder: str, size: int, ask: Callable[[Target], Found], dtype: torch.dtype = torch.float32, **sizes: Any
+) -> tuple[Found, LoadedModel]:
+    """What a target of so many processes answers, and what its leader has loaded. `sizes`: of the KV pool."""
+    ends, described = connected(size), describe(folder, revision=None, unverified=False)
+    parts = [part_of(described, TensorShard(rank, size)) for rank in range(1, size)]
+    models = [load_weights(described, dtype, CPU, in_blocks=True, part=part) for part in parts]
+    whole = part_of(described, TensorShard(0, size))
+    leader = load_model(described, dtype=dtype, device=CPU, in_blocks=True, part=whole)
+    failures: list[BaseException] = []
+
+    def follow(rank: int) -> None:
+        part, model = parts[rank - 1], models[rank - 1]
+        try:
+            with torch.inference_mode():
+                pool = KVPool(kv_shape(model, part), 2, CPU)
+                compute(Target(model, pool, part, Peers(TensorShard(rank, size), ends[rank])))
+        except BaseException as error:
+            failures.append(error)
+            for other in ends[rank].values():
+                other.close()
+
+    threads = [threading.Thread(target=follow, args=(rank,), daemon=True) for rank in range(1, size)]
+    for one in threads:
+        one.start()
+    peers = Peers(TensorShard(0, size), ends[0])
+    try:
+        target = Target(leader.model, KVPool(leader.kv_shape, SLOTS, CPU), leader.part, peers)
+        target.pool = KVPool(leader.kv_shape, **{"num_slots": SLOTS, **sizes}, device=CPU)
+        return ask(target), leader
+    finally:
+        peers.close()
+        for one in threads:
+            one.join(60)
+        if failures:
+            raise failures[0]
+
+
+def texts(target: Target) -> Tensor:
+    """Logits of two sequences: prompts in chunks, a tree, then tokens one by one. # -> [rows, vocab]"""
+    trial, lengths = Trial(target, sequences=2, max_length=WINDOW + 40), (WINDOW + 9, 5)
+    for row, length in enumerate(lengths):
+        trial.prefill(row, trial.random_tokens(length), chunk=7)
+    roots = [ExtendRows(row, length, trial.random_tokens(1), completes=True) for row, length in enumerate(lengths)]
+    tree = DraftTree.of(torch.tensor([[7, 8, 9], [4, 5, 6]]), torch.tensor([[-1, 0, 0], [-1, -1, 1]]))
+    found = [trial.verify(roots, tree).flatten(0, 1)]
+    for step in range(3):
+        found += [trial.decode(row, 11 + step, length + step)[None] for row, length in enumerate(lengths)]
+    return torch.cat(found)
+
+
+def assert_shared(folder: str, dtype: torch.dtype = torch.float32, *, sizes: tuple[int, ...], **pool: Any) -> None:
+    expected, whole = shared(folder, 1, texts, dtype, **pool)
+    for size in sizes:
+        found, leader = shared(folder, size, texts, dtype, **pool)
+        assert torch.equal(found, expected)
+        assert leader.fingerprint == whole.fingerprint
+        assert leader.read_bytes < whole.read_bytes
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_each_family_computes_the_bits_of_one_process(family: str, tmp_path: Path) -> None:
+    assert_shared(str(tiny_model(family, tmp_path, **{**WIDE, **FAMILIES[family]})), sizes=(2, 4))
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_so_it_does_in_bfloat16(family: str, tmp_path: Path) -> None:
+    folder = tiny_model(family, tmp_path, dtype=torch.bfloat16, **WIDE)
+    assert_shared(str(folder), torch.bfloat16, sizes=(4,))
+
+
+def test_layers_with_a_window_keep_fewer_places(tmp_path: Path) -> None:
+    assert_shared(str(tiny_model("gemma3", tmp_path, **WIDE)), sizes=(2,), num_places=150)
+
+
+@pytest.mark.parametrize("mix", ["q4_k_m", "q8_0"])
+def test_files_keep_their_blocks(mix: Any, tmp_path: Path) -> None:
+    shape = Shape(hidden=1024, layers=2, heads=8, kv_heads=2, dim=128, feed_forward=1280, vocab=49152)
+    embedded = gguf_file(EMBEDDED_NAME)
+    assert embedded is not None
+    write_shape(tmp_path / "a.gguf", shape, mix, embedded)
+    assert_shared(str(tmp_path / "a.gguf"), sizes=(2, 4))
+
+
+def test_the_embedded_model_has_nine_heads_for_four_processes() -> None:
+    assert_shared(EMBEDDED_NAME, sizes=(2, 4))
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "size", "message"),
+    [
+        ("llama", WIDE, 3, "tensor_parallel is 3"),
+        ("llama", {}, 2, "too few heads or columns for 2 devices"),
+        ("olmo2", WIDE, 2, "norms over all heads"),
+        ("mixtral", {**WIDE, "num_local_experts": 4}, 2, "experts"),
+        ("starcoder2", WIDE, 2, "own modules"),
+    ],
+)
+def test_what_cannot_be_shared_is_refused_with_the_fix(
+    family: str, changes: dict[str, Any], size: int, message: str, tmp_path: Path
+) -> None:
+    folder = str(tiny_model(family, tmp_path, **changes))
+    with pytest.raises(StartupError, match=message):
+        shared(folder, size, texts)
+
+
+def test_a_file_with_both_a_tied_embedding_and_a_head_is_refused(tmp_path: Path) -> None:
+    folder = tiny_model("llama", tmp_path, **WIDE)
+    described = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**described, "tie_word_embeddings": True}))
+    with pytest.raises(StartupError, match="set tie_word_embeddings to false"):
+        shared(str(folder), 2, texts)
+
+
+def test_a_process_that_has_ended_is_told_at_once(tmp_path: Path) -> None:
+    def lose(target: Target) -> None:
+        for other in target.peers._others.values():
+            other.close()
+        with pytest.raises(PeerLost, match="has ended"):
+            texts(target)
+
+    shared(str(tiny_model("llama", tmp_path, **WIDE)), 2, lose)
