@@ -16,6 +16,10 @@ _STEPS = np.zeros(256, dtype=np.int8)  # change of nesting depth, by character c
 _STEPS[[*b"[{"]], _STEPS[[*b"]}"]] = 1, -1
 
 
+class PeerLost(BaseException):
+    """A process that shares the model has ended, or does not answer: no fault of a request, which would end alone."""
+
+
 class StartupError(Exception):
     """The server cannot start as configured; the message names the setting to change, and how."""
 

@@ -4,11 +4,13 @@ The leader loads its part, serves, and tells the others what to load. Followers 
 not answer any more, the leader's engine fails, as at any other fault of an engine.
 """
 
+import ctypes
 import json
 import logging
 import os
 import platform
 import secrets
+import signal
 import socket
 import subprocess
 import sys
@@ -28,11 +30,11 @@ from kernels.pieces import TensorShard
 from service import __version__
 from service.config import ServiceConfig
 from service.engine.kv_pool import KVPool
-from service.engine.peers import PeerLost, Peers
+from service.engine.peers import Peers
 from service.engine.shards import ModelShard
 from service.engine.target import Target
 from service.engine.weights import Described, LoadedModel, describe, kv_shape, load_weights
-from service.errors import StartupError
+from service.errors import PeerLost, StartupError
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +45,7 @@ _KEY_BYTES = 32
 _PATIENCE_SECONDS = 30  # for which the leader waits for a part of a layer; it computes one just as long
 _POLL_SECONDS = 0.2
 _ENDING_SECONDS = 5.0
+_PR_SET_PDEATHSIG = 1  # Linux's prctl: the signal that a process gets when the thread that started it ends
 
 Address = tuple[str, int]
 
@@ -285,5 +288,6 @@ class Followers(threading.Thread):
 
 def follow_leader(given: str) -> None:
     """Follow the leader that has started this process. `given`: what it wrote to the standard input."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # one that is stopped sees no connection close
     leader, key, rank, size = json.loads(given)
     follow(meet(tuple(leader), bytes.fromhex(key), TensorShard(rank, size)))

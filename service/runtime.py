@@ -17,7 +17,7 @@ import anyio.to_thread
 from adaptation.records import AdaptationStatus
 from service.door import Door, Meter, OutputStream, not_ready
 from service.engine.requests import GenerationRequest, SequenceOutput, Submission
-from service.errors import EngineFailure, NotFound, StartupError
+from service.errors import EngineFailure, NotFound, PeerLost, StartupError
 from service.observability.guard import Guard
 from service.text.grammar_pool import PAUSE_SHARE, GrammarPool, Turns
 from service.text.grammars import GrammarCompiler
@@ -307,6 +307,11 @@ class Runtime:
                 except Exception as error:  # tokens were not counted: the reservation remains as the charge
                     self._loaded().engine.guard.count("limits", error)
         self._check_engine()  # the last delivery of a thread that failed is empty
+
+    @property
+    def has_lost_peer(self) -> bool:
+        """Whether the server can only be started again, because a process that shared the model is lost."""
+        return self._served is not None and isinstance(self._served.engine.failure, PeerLost)
 
     def _check_engine(self) -> None:
         if self.state == "failed" or self._served is None or self._served.engine.failure is None:

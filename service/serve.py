@@ -49,6 +49,7 @@ logger = logging.getLogger(__name__)
 
 _READ_SECONDS_AFTER_DRAIN = 5
 _SCRAPE_PATIENCE_SECONDS = 0.5
+_LOST_EXIT_CODE = 1  # so that what has started the server starts it again
 _SPARE_CONNECTIONS = 256  # in addition to one per running or waiting request
 _IDLE_CHECK_SECONDS = 0.25
 _BOOTSTRAP_TOKENS = 256  # maximum length of an answer: learning uses no more of a text
@@ -57,7 +58,8 @@ _BOOTSTRAP_SCOPE = Scope(address="bootstrap prompts")
 
 def serve(config: ServiceConfig) -> None:
     """Serve until SIGTERM or interrupt, or compute a part of the model where torchrun has started this process for it.
-    Raises StartupError when the model cannot be served as configured."""
+    Raises StartupError when the model cannot be served as configured, SystemExit when a process that shares the model
+    is lost."""
     if follows(config):
         return
     with suppress(asyncio.CancelledError):  # interrupted while the model was loading
@@ -87,6 +89,8 @@ async def _serve(config: ServiceConfig) -> None:
             seeding.cancel()
             with suppress(asyncio.CancelledError):
                 await seeding
+        if runtime.has_lost_peer:
+            raise SystemExit(_LOST_EXIT_CODE)
 
 
 def application(config: ServiceConfig) -> tuple[FastAPI, Runtime]:
@@ -154,6 +158,10 @@ class _DrainingServer(uvicorn.Server):
         self._runtime = runtime
         self._drain_seconds = drain_seconds
         self._draining: asyncio.Task[None] | None = None
+
+    async def on_tick(self, counter: int) -> bool:
+        """Return whether to shut down; called ten times a second."""
+        return await super().on_tick(counter) or self._runtime.has_lost_peer
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Drain on the first signal; end at once on the second."""

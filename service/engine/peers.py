@@ -24,10 +24,7 @@ from torch.nn import functional
 from kernels.pieces import TensorShard
 from kernels.tree_attention import AttentionRows
 from service.engine.kv_pool import KVPool
-
-
-class PeerLost(RuntimeError):
-    """A process that shares the model has ended, or does not answer."""
+from service.errors import PeerLost
 
 
 class SharedForward(NamedTuple):

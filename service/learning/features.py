@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AttentionInterface, PreTrainedModel
 
-from drafters.training.corpus import TOP, TensorShard, by_length
+from drafters.training.corpus import TOP, Shard, by_length
 from drafters.training.fit import bf16_is_faster
 from drafters.training.forward import attend
 from drafters.training.parallel import Ranks, join, local_device
@@ -169,7 +169,7 @@ class FeatureReader:
         self.bytes_per_token = len(tap_layers) * int(config.hidden_size) * 2
 
     @torch.inference_mode()
-    def read(self, responses: Sequence[Response]) -> TensorShard:
+    def read(self, responses: Sequence[Response]) -> Shard:
         """Extract the features and distributions of responses, in their order. Raises StartupError for tokens that the
         target does not have."""
         for response in responses:
@@ -184,7 +184,7 @@ class FeatureReader:
         for indices in by_length([response.num_tokens for response in responses], self._batch_tokens):
             found.update(zip(indices, self._run([texts[index] for index in indices]), strict=True))
         reads = [found[index] for index in range(len(responses))]
-        return TensorShard(
+        return Shard(
             tokens=torch.tensor([t for one in responses for t in (*one.prompt, *one.response)], dtype=torch.int32),
             features=torch.cat([read.features for read in reads]),
             lengths=torch.tensor([response.num_tokens for response in responses]),

@@ -20,7 +20,7 @@ from kernels.pieces import TensorShard
 from kernels.rows import ExtendRows
 from service.engine.kv_pool import KVPool
 from service.engine.measuring import Trial
-from service.engine.peers import PeerLost, Peers
+from service.engine.peers import Peers
 from service.engine.shards import ModelShard
 from service.engine.target import Target
 from service.engine.weights import (
@@ -33,7 +33,7 @@ from service.engine.weights import (
     load_model,
     load_weights,
 )
-from service.errors import StartupError
+from service.errors import PeerLost, StartupError
 from service.follow import compute
 from tests.tiny_models import WINDOW, tiny_model
 
