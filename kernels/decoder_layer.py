@@ -17,15 +17,7 @@ from kernels.layers import GateForm, Heads, Product, RotaryRows, Weight, dense, 
 from kernels.mixers import AttentionMixer, RecurrentMixer
 from kernels.ops import Ops
 from kernels.recurrence import Convolution, Recurrence, StateRows
-from kernels.specs import (
-    AttentionSpec,
-    FeedForwardSpec,
-    LayerSpec,
-    Norms,
-    RecurrentSpec,
-    Renamed,
-    usual_name,
-)
+from kernels.specs import AttentionSpec, FeedForwardSpec, LayerSpec, Norms, RecurrentSpec
 from kernels.tree_attention import MAX_DEPTH, AttentionForm, KVRows
 
 
@@ -87,9 +79,8 @@ class PerLayerInput:
 class _Weights:
     """The weights of a layer by name, of which each must be taken once."""
 
-    def __init__(self, weights: Mapping[str, StackedWeight | Weight], ops: Ops, renamed: Renamed = ()) -> None:
-        self._ops = ops
-        self.left = {usual_name(name, renamed): weight for name, weight in weights.items()}
+    def __init__(self, weights: Mapping[str, StackedWeight | Weight], ops: Ops) -> None:
+        self._ops, self.left = ops, dict(weights)
 
     def product(self, *places: str, fused: str = "") -> Product:
         """Plan the product with the joined weights of these modules, or of the one that has all of them. Raises
@@ -293,7 +284,7 @@ class DecoderLayer:
     ) -> "DecoderLayer":
         """Build a layer from weights named as in transformers, those of experts as `plan_experts` takes them. Raises
         ValueError if weights are missing, or if there are others that the record does not say."""
-        found = _Weights(weights, ops, spec.renamed)
+        found = _Weights({spec.usual(name): weight for name, weight in weights.items()}, ops)
 
         def norm(x: Tensor, weight: Tensor) -> Tensor:
             return ops.add_rms_norm(x.contiguous(), None, weight, epsilon, spec.norm_offset)

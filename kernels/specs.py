@@ -34,11 +34,6 @@ Renamed = tuple[tuple[str, str], ...]
 """Beginnings of weights' names, and what other families call them."""
 
 
-def usual_name(name: str, renamed: Renamed) -> str:
-    """Return what most families call the weight that one calls `name`."""
-    return next((usual + name.removeprefix(own) for own, usual in renamed if name.startswith(own)), name)
-
-
 class QueryScaling(NamedTuple):
     """Factor on the queries of later positions, 1 + beta ln(1 + floor(position / length)) (Llama 4, Ministral 3)."""
 
@@ -114,6 +109,10 @@ class LayerSpec:
     scaled: bool = False  # the layer's output is multiplied by its `layer_scalar`
     per_layer: int | None = None  # index of the layer, if the embeddings of tokens for each layer are added to it
     renamed: Renamed = ()
+
+    def usual(self, name: str) -> str:
+        """Return what most families call the weight that this one calls `name`."""
+        return next((usual + name.removeprefix(own) for own, usual in self.renamed if name.startswith(own)), name)
 
     @property
     def attention(self) -> AttentionSpec:

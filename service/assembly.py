@@ -8,6 +8,7 @@ import platform
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -46,7 +47,7 @@ from service.engine.memory_planner import KVRoom, MemoryPlan, memory_for, room_f
 from service.engine.target import Target
 from service.engine.weights import BeginDrafter, LoadedModel, describe, load_model
 from service.errors import StartupError
-from service.follow import SharedModel, load_shared
+from service.follow import SharedModel, load_shared, refuse_sharing
 from service.learning.auto import Facts, decide, facts_file
 from service.logging import bar
 from service.text.grammars import GrammarCompiler
@@ -82,7 +83,7 @@ class Assembly:
         same_bits = self.loaded.is_quantised and not self.loaded.has_experts and self.target.runs_by_ops
         if same_bits and kernels != "torch":
             kernels = platform.machine()  # torch's results depend on the width of its vectors
-        layout = kernels if self.target.runs_by_ops and kernels != "torch" else f"{torch.get_num_threads()} {kernels}"
+        layout = f"{torch.get_num_threads()} {kernels}"
         parts = f"{self.loaded.fingerprint} {self.loaded.dtype_name} {self.numerics} {layout}"
         return "fp_" + hashlib.sha256(parts.encode()).hexdigest()[:12]
 
@@ -195,16 +196,17 @@ def load_target(
     in_blocks = dtype is None and config.load_dtype == "auto" and device.type == "cpu" and library.variant() is not None
     dtype = dtype_of(config, device) if dtype is None else dtype
     with memory_for("the weights", "choose a smaller model, or load_dtype bfloat16"):
-        described = describe(
-            config.model_source,
-            revision=config.revision,
-            unverified=config.unverified,
-            max_model_len=config.max_model_len,
-        )
+        options: dict[str, Any] = config.model_dump(include={"unverified", "max_model_len"})
+        options["revision"] = config.revision
+        described = describe(config.model_source, **options)
         load = partial(load_model, described, dtype=dtype, device=device, in_blocks=in_blocks)
-        what = SharedModel.of(config, dtype, in_blocks=in_blocks, in_8_bits=in_8_bits)
-        shared = config.tensor_parallel > 1
-        loaded = load_shared(config, device, what, load) if shared else load(begin_drafter=begin)
+        if config.tensor_parallel == 1:
+            loaded = load(begin_drafter=begin)
+        else:
+            refuse_sharing(device)
+            named, threads = str(dtype).removeprefix("torch."), config.num_threads
+            what = SharedModel(config.model_source, options, named, in_blocks, in_8_bits, threads)
+            loaded = load_shared(described, config.tensor_parallel, what, load)
     return replace(loaded, in_8_bits=in_8_bits)
 
 
@@ -319,12 +321,7 @@ def _costs(assembly: Assembly) -> Costs:
             assembly.target,
             lambda: assembly.drafter(weights=weights),
             assembly.limits,
-            {
-                "model": f"{loaded.fingerprint} {loaded.dtype_name}",
-                "drafter": drafter,
-                "processes": str(assembly.config.tensor_parallel),
-                "version": __version__,
-            },
+            {"model": f"{loaded.fingerprint} {loaded.dtype_name}", "drafter": drafter, "version": __version__},
             folder=assembly.config.state_dir / "costs",
             progress=lambda done, total: advance(done / total, f"{done} of {total}"),
         )
@@ -343,7 +340,7 @@ def start_up_line(assembly: Assembly) -> str:
     factors = longrope_factors(loaded.model.config, length)
     rope = "" if factors is None else f" ({factors} factors of longrope)"
     count = assembly.config.tensor_parallel
-    device = f"{target.device}" if count == 1 else f"{target.device} in {count} processes"
+    device = f"{target.device}{'' if count == 1 else f' in {count} processes'}"
     steps = "in CUDA graphs" if target.capture is not None else "not in CUDA graphs"
     return (
         f"adaptree {__version__}: model {assembly.config.public_model_name}{unverified}, device {device}, "

@@ -78,7 +78,11 @@ def _torch(config: ServiceConfig) -> str:
 
 
 def _device(config: ServiceConfig) -> str:
-    device = device_of(config.device)
+    device, size = device_of(config.device), config.tensor_parallel
+    if size > 1:
+        refuse_sharing(device)
+        shared_spec(_target(config).config, size)
+        return f"cpu: the model is shared by {size} processes with {config.num_threads} threads each"
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu: no GPU is used"
 
 
@@ -94,15 +98,6 @@ def _target(config: ServiceConfig) -> Described:
 def _model(config: ServiceConfig) -> str:
     family = _target(config).config.get_text_config().model_type
     return f"{config.model_source}: {family}{'' if family in VERIFIED else ', unverified'}"
-
-
-def _devices(config: ServiceConfig) -> str:
-    size, text = config.tensor_parallel, _target(config).config.get_text_config()
-    if size == 1:
-        return "the model runs in one process"
-    refuse_sharing(device_of(config.device))
-    shared_spec(text, size)
-    return f"the model is shared by {size} processes with {config.num_threads} threads each"
 
 
 def _ends(config: ServiceConfig) -> str:
@@ -187,7 +182,6 @@ _CHECKS: Mapping[str, Callable[[ServiceConfig], str]] = {
     "device": _device,
     "state_dir": _state_dir,
     "model": _model,
-    "devices": _devices,
     "ends": _ends,
     "template": _template,
     "drafter": _drafter,

@@ -4,19 +4,19 @@ The leader loads its part, serves, and tells the others what to load. Followers 
 not answer any more, the leader's engine fails, as at any other fault of an engine.
 """
 
-import ctypes
 import json
 import logging
 import os
 import platform
 import secrets
-import signal
 import socket
 import subprocess
 import sys
-import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from functools import partial
+from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 from typing import Any
 
@@ -39,52 +39,23 @@ from service.errors import PeerLost, StartupError
 logger = logging.getLogger(__name__)
 
 _CPU = torch.device("cpu")
-_LOOPBACK = "127.0.0.1"
 _MEETING = "adaptree"  # key of the leader's address in torchrun's store
 _KEY_BYTES = 32
 _PATIENCE_SECONDS = 30  # for which the leader waits for a part of a layer; it computes one just as long
 _POLL_SECONDS = 0.2
-_ENDING_SECONDS = 5.0
-_PR_SET_PDEATHSIG = 1  # Linux's prctl: the signal that a process gets when the thread that started it ends
-
-Address = tuple[str, int]
 
 
 @dataclass(frozen=True, slots=True)
 class SharedModel:
     """What a follower loads, and by what it computes."""
 
-    build: str  # versions and kernels, which must be the leader's
     model: str
-    revision: str | None
-    unverified: bool
-    max_model_len: int | None
+    options: dict[str, Any]  # further arguments of `describe`
     dtype: str
     in_blocks: bool
     in_8_bits: bool
     threads: int
-
-    @staticmethod
-    def of(config: ServiceConfig, dtype: torch.dtype, *, in_blocks: bool, in_8_bits: bool) -> "SharedModel":
-        """What the processes of this configuration load, in this type."""
-        return SharedModel(
-            build=build_name(),
-            model=config.model_source,
-            revision=config.revision,
-            unverified=config.unverified,
-            max_model_len=config.max_model_len,
-            dtype=str(dtype).removeprefix("torch."),
-            in_blocks=in_blocks,
-            in_8_bits=in_8_bits,
-            threads=config.num_threads,
-        )
-
-    @property
-    def described(self) -> Described:
-        """The model's configuration and files. Raises StartupError."""
-        return describe(
-            self.model, revision=self.revision, unverified=self.unverified, max_model_len=self.max_model_len
-        )
+    build: str = ""  # versions and kernels, which must be the leader's
 
 
 def build_name() -> str:
@@ -92,21 +63,18 @@ def build_name() -> str:
     return f"adaptree {__version__}, torch {torch.__version__}, {ops.kernel_set(_CPU)} on {platform.machine()}"
 
 
-def load_shared(
-    config: ServiceConfig, device: torch.device, what: SharedModel, load: Callable[..., LoadedModel]
-) -> LoadedModel:
+def load_shared(described: Described, size: int, what: SharedModel, load: Callable[..., LoadedModel]) -> LoadedModel:
     """Start the followers and load the leader's part, while they load theirs. `load`: loads a part. Raises
     StartupError."""
-    refuse_sharing(device)
-    part = ModelShard.of(what.described.config, TensorShard(0, config.tensor_parallel))
+    part = ModelShard.of(described.config, TensorShard(0, size))
     try:
-        peers = _lead(config.tensor_parallel)
-        peers.say(json.dumps(asdict(what)))
+        peers = _lead(size)
+        peers.say(json.dumps(asdict(replace(what, build=build_name()))))
         loaded = load(part=part)
         peers.say(part.digest())
         peers.total(0)  # all have loaded theirs
     except PeerLost as error:
-        raise StartupError(f"one of the {part.shard.size} processes that share the model has ended: {error}") from error
+        raise StartupError(f"one of the {size} processes that share the model has ended: {error}") from error
     peers.wait_at_most(_PATIENCE_SECONDS)
     return replace(loaded, peers=peers)
 
@@ -127,7 +95,7 @@ def follow(peers: Peers) -> None:
     use_threads(what.threads)
     if what.build != build_name():
         raise StartupError(f"the leader runs {what.build}, but this process {build_name()}: install the same")
-    described = what.described
+    described = describe(what.model, **what.options)
     part, dtype = ModelShard.of(described.config, peers.shard), getattr(torch, what.dtype)
     model = load_weights(described, dtype, _CPU, in_blocks=what.in_blocks, part=part)
     if peers.say() != part.digest():
@@ -143,25 +111,49 @@ def follow(peers: Peers) -> None:
 def compute(target: Target) -> None:
     """Compute a follower's part of the leader's forwards until it ends. Raises PeerLost."""
     for forward in target.peers.heard():
-        slots, places = forward.sizes.pool
-        if (slots, places) != (target.pool.num_slots, target.pool.num_places):
-            target.pool = KVPool(target.pool.shape, slots, target.device, num_places=places)
-        target.pool.window_of = forward.window_of
+        sizes = forward.num_slots, forward.num_places
+        if sizes != (target.pool.num_slots, target.pool.num_places):
+            target.pool = KVPool(target.pool.shape, sizes[0], target.device, num_places=sizes[1])
+        if target.pool.window_of is not None:
+            target.pool.window_of.index_copy_(0, *forward.places)
         # Tokens are not sent: the leader looks up their embeddings.
-        target.compute(forward.slots, *forward[1:-1], features=False)
+        target.compute(forward.slots, *forward[3:], features=False)
 
 
 def _lead(size: int) -> Peers:
     key = secrets.token_bytes(_KEY_BYTES)
     if is_torchelastic_launched():
         store, shard = _of_torchrun(size)
-        server = _server(socket.gethostname())
+        server = socket.create_server((socket.gethostname(), 0))
         store.set(_MEETING, json.dumps([*server.getsockname()[:2], key.hex()]))
         return Peers(shard, _met(server, key, size, lambda: True))
-    server = _server(_LOOPBACK)
-    followers = Followers(server.getsockname()[:2], key, size)
-    followers.start()
-    return Peers(TensorShard(0, size), _met(server, key, size, followers.is_alive), followers.end)
+    server = socket.create_server(("127.0.0.1", 0))
+    processes = [_started([*server.getsockname()[:2], key.hex(), rank, size]) for rank in range(1, size)]
+    others = _met(server, key, size, lambda: all(one.poll() is None for one in processes))
+    return Peers(TensorShard(0, size), others, partial(_end, processes))
+
+
+def _started(given: Sequence[object]) -> subprocess.Popen[bytes]:
+    """Start a follower on this machine."""
+    process = subprocess.Popen([sys.executable, "-m", "service", "follow"], stdin=subprocess.PIPE)
+    assert process.stdin is not None, "it was asked for"
+    process.stdin.write(json.dumps(given).encode())
+    process.stdin.close()
+    return process
+
+
+def _end(processes: Iterable[subprocess.Popen[bytes]]) -> None:
+    """End followers, which have nothing to save, and may be stopped."""
+    for one in processes:
+        one.kill()
+        one.wait()
+
+
+def follow_leader(given: str) -> None:
+    """Follow the leader that has started this process. `given`: what it wrote to the standard input."""
+    host, port, key, rank, size = json.loads(given)
+    with suppress(PeerLost):  # as the leader's log says
+        follow(meet((host, port), bytes.fromhex(key), TensorShard(rank, size)))
 
 
 def _of_torchrun(size: int) -> tuple[Any, TensorShard]:
@@ -179,17 +171,16 @@ def follows(config: ServiceConfig) -> bool:
         return False
     store, shard = _of_torchrun(config.tensor_parallel)
     if shard.rank:
-        host, port, key = json.loads(store.get(_MEETING))
-        follow(meet((host, port), bytes.fromhex(key), shard))
+        follow_leader(json.dumps([*json.loads(store.get(_MEETING)), *shard]))
     return shard.rank > 0
 
 
-def meet(leader: Address, key: bytes, shard: TensorShard) -> Peers:
+def meet(leader: tuple[str, int], key: bytes, shard: TensorShard) -> Peers:
     """Join the leader at an address, and those followers with which sums are exchanged. Raises PeerLost."""
     try:
         others = {0: _connected(leader, key)}
         with socket.socket(fileno=os.dup(others[0].fileno())) as own:
-            server = _server(own.getsockname()[0])
+            server = socket.create_server((own.getsockname()[0], 0))
         others[0].send_bytes(json.dumps([shard.rank, *server.getsockname()[:2]]).encode())
         addresses = json.loads(others[0].recv_bytes())
         partners = [shard.rank ^ distance for distance in (1, 2, 4) if distance < shard.size]
@@ -208,26 +199,20 @@ def meet(leader: Address, key: bytes, shard: TensorShard) -> Peers:
 def _met(server: socket.socket, key: bytes, size: int, waits: Callable[[], bool]) -> Mapping[int, Connection]:
     """Wait for the followers and tell them each other's addresses. `waits`: whether they can still come. Raises
     PeerLost."""
-    others, addresses = dict[int, Connection](), dict[int, Address]()
+    others, addresses = dict[int, Connection](), dict[int, tuple[str, int]]()
     server.settimeout(_POLL_SECONDS)
     while len(others) < size - 1:
         try:
             other = _accepted(server, key)
             rank, *address = json.loads(other.recv_bytes())
-        except TimeoutError as error:
+        except (OSError, EOFError, AuthenticationError) as error:  # none came, or something else
             if not waits():
                 raise PeerLost("it did not start") from error
             continue
-        except (OSError, EOFError) as error:
-            raise PeerLost(str(error)) from error
         others[rank], addresses[rank] = other, address
     for other in others.values():
         other.send_bytes(json.dumps([addresses[rank] for rank in range(1, size)]).encode())
     return others
-
-
-def _server(host: str) -> socket.socket:
-    return socket.create_server((host, 0))
 
 
 def _accepted(server: socket.socket, key: bytes) -> Connection:
@@ -239,7 +224,7 @@ def _accepted(server: socket.socket, key: bytes) -> Connection:
     return other
 
 
-def _connected(address: Address, key: bytes) -> Connection:
+def _connected(address: tuple[str, int], key: bytes) -> Connection:
     other = _connection(socket.create_connection(address))
     answer_challenge(other, key)
     deliver_challenge(other, key)
@@ -250,44 +235,3 @@ def _connection(found: socket.socket) -> Connection:
     found.setblocking(True)
     found.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return Connection(found.detach())
-
-
-class Followers(threading.Thread):
-    """Starts the followers on this machine, and waits until one ends; then it ends the others. They end with this
-    thread, which lasts as long as the process."""
-
-    def __init__(self, leader: Address, key: bytes, size: int) -> None:
-        super().__init__(name="followers", daemon=True)
-        self._leader, self._key, self._size = leader, key, size
-        self._ending = threading.Event()
-        self._processes: list[subprocess.Popen[bytes]] = []
-
-    def run(self) -> None:
-        for rank in range(1, self._size):
-            process = subprocess.Popen([sys.executable, "-m", "service", "follow"], stdin=subprocess.PIPE)
-            assert process.stdin is not None, "it was asked for"
-            process.stdin.write(json.dumps([self._leader, self._key.hex(), rank, self._size]).encode())
-            process.stdin.close()
-            self._processes.append(process)
-        while not self._ending.wait(_POLL_SECONDS) and all(one.poll() is None for one in self._processes):
-            pass
-        if not self._ending.is_set():
-            rank = next(rank for rank, one in enumerate(self._processes, 1) if one.poll() is not None)
-            logger.error("process %d of the %d that share the model has ended", rank + 1, self._size)
-        for one in self._processes:
-            try:
-                one.wait(_ENDING_SECONDS if self._ending.is_set() else 0)
-            except subprocess.TimeoutExpired:
-                one.kill()
-                one.wait()
-
-    def end(self) -> None:
-        """Let the followers end; those that do not on their own are killed a little later."""
-        self._ending.set()
-
-
-def follow_leader(given: str) -> None:
-    """Follow the leader that has started this process. `given`: what it wrote to the standard input."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # one that is stopped sees no connection close
-    leader, key, rank, size = json.loads(given)
-    follow(meet(tuple(leader), bytes.fromhex(key), TensorShard(rank, size)))

@@ -54,10 +54,11 @@ def deployed(settings: dict[str, Any], replicas: int) -> Any:
     """Build an ingress in front of `replicas` replicas, which Ray scales to at most twice as many. Raises
     StartupError."""
     config = load_config(settings).config
+    # Where a model is shared, the replica's process starts those that follow, on the same node.
+    bundles = [{"CPU": 1}] * config.tensor_parallel if config.tensor_parallel > 1 else None
     replica = serve.deployment(
-        # The replica's process leads, and starts those that follow on the same node.
-        placement_group_bundles=[{"CPU": 1}] * config.tensor_parallel,
-        placement_group_strategy="STRICT_PACK",
+        placement_group_bundles=bundles,
+        placement_group_strategy=bundles and "STRICT_PACK",
         name="Replica",
         max_ongoing_requests=config.max_sequences,
         max_queued_requests=config.max_waiting,

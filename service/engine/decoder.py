@@ -130,38 +130,21 @@ class FusedDecoder:
 class SharedDecoder(FusedDecoder):
     """Runs one device's part of a model. The first device looks up embeddings for all, and gets the logits of all."""
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        part: ModelShard,
-        layers: Sequence[DecoderLayer],
-        ops: Ops,
-        peers: Peers,
-        taps: Sequence[int],
-    ) -> None:
+    def __init__(self, model: PreTrainedModel, part: ModelShard, peers: Peers, ops: Ops, taps: Sequence[int]) -> None:
+        """Plan the layers; the model's own modules can run no longer."""
+        layers = _planned(model, part.own_spec, ops.shared_by(peers))
         super().__init__(model, part.spec, layers, ops, model.device, taps)
-        self._peers, self._width, self._dtype = peers, model.config.hidden_size, model.dtype
-        self._columns = part.vocab_columns
-
-    @staticmethod
-    def of(model: PreTrainedModel, part: ModelShard, ops: Ops, peers: Peers, taps: Sequence[int]) -> "SharedDecoder":
-        """Plan the layers, which keeps the weights of at most one of them in memory twice. The model's own modules can
-        run no longer."""
-        stack, planned, table = decoder_layers(model), list[DecoderLayer](), ops.shared_by(peers)
-        for own in part.own_spec.layers:
-            planned.append(DecoderLayer.of(layer_weights(stack[0]), table, own, epsilon=part.spec.epsilon))
-            del stack[0]
-        decoder = SharedDecoder(model, part, planned, table, peers, taps)
         model.set_output_embeddings(nn.Identity())
-        return decoder
+        self._peers, self._vocab = peers, part.vocab_size
+        self._width, self._dtype = model.config.hidden_size, model.dtype
 
     def embedded(self, tokens: Tensor) -> Tensor:  # [rows] int64 -> [rows, hidden]
-        if self._peers.leads:
+        if self._peers.shard.rank == 0:
             return self._peers.shared(super().embedded(tokens))
         return self._peers.shared(torch.empty(len(tokens), self._width, dtype=self._dtype))
 
     def logits(self, hidden: Tensor, delta: Tensor | None, rows: LogitRows) -> Tensor:  # -> [logits, vocab]
-        return self._peers.joined(super().logits(hidden, delta, rows), self._columns)
+        return self._peers.joined(super().logits(hidden, delta, rows), self._vocab)
 
 
 class _PerLayerEmbedding:
@@ -237,10 +220,7 @@ def layers_of(model: PreTrainedModel, pool: KVPool, ops: Ops, tap_layers: Sequen
         count = replace_linears(model, ops)
         logger.info("%s, so the model runs by its own modules, with %d linear layers by kernels", error, count)
         return ModuleLayers(model, tap_layers)
-    planned = list[DecoderLayer]()
-    for own in spec.layers:
-        planned.append(DecoderLayer.of(layer_weights(stack[0]), ops, own, epsilon=spec.epsilon))
-        del stack[0]  # keeps the weights of at most one layer in memory twice
+    planned = _planned(model, spec, ops)
     decoder = FusedDecoder(model, spec, planned, ops, device, tap_layers)
     model.set_output_embeddings(nn.Identity())
     try:
@@ -252,6 +232,15 @@ def layers_of(model: PreTrainedModel, pool: KVPool, ops: Ops, tap_layers: Sequen
             f"by this device's kernels {error}, but not by plain torch: run `make install` again"
         ) from error
     return decoder
+
+
+def _planned(model: PreTrainedModel, spec: ModelSpec, ops: Ops) -> list[DecoderLayer]:
+    """Plan all layers, and take their weights from the model one by one, so that few are in memory twice."""
+    planned, stack = list[DecoderLayer](), decoder_layers(model)
+    for own in spec.layers:
+        planned.append(DecoderLayer.of(layer_weights(stack[0]), ops, own, epsilon=spec.epsilon))
+        del stack[0]
+    return planned
 
 
 class _Trial(NamedTuple):

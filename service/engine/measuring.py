@@ -179,11 +179,12 @@ def costs_at_start(
     `make_drafter`: builds a drafter for the measurement only; `measured_for`: entries of the key that name the model's
     weights and their type, the drafter and the server's version.
     """
+    processes = target.peers.shard.size
     key: CostKey = {
         "machine": f"{processor_name()} {library.variant()} x {os.cpu_count()}",
         "device": torch.cuda.get_device_name(target.device) if target.device.type == "cuda" else "cpu",
         **measured_for,
-        "threads": threads_in_use(),
+        "threads": threads_in_use() if processes == 1 else f"{threads_in_use()} in each of {processes} processes",
         "sizes": f"{SEQUENCES} {CONTEXTS} {row_points(target)} {limits.max_sequences} {limits.max_model_len} "
         f"{limits.max_budget} {target.pool.num_slots}",
         "torch": torch.__version__,

@@ -11,7 +11,7 @@ for sums of a layer's rows, a socket 0.03 ms.
 import os
 import socket
 import struct
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from types import MappingProxyType
@@ -30,63 +30,19 @@ from service.errors import PeerLost
 class SharedForward(NamedTuple):
     """What the followers need of a forward."""
 
-    sizes: "Sizes"
-    attention: AttentionRows
+    num_slots: int  # of the leader's KV pool, as is `num_places`
+    num_places: int | None
+    places: tuple[Tensor, Tensor]  # slots, and their places in layers with a window; both [slots] int64
+    attention: AttentionRows  # whose table rows count from 0
     slots: Tensor  # [rows] int64
     logit_rows: Tensor | slice  # [logits] int64, or all rows
-    table: Tensor  # [table rows, positions] int64
-    window_of: Tensor | None  # as in `KVPool`
+    table: Tensor  # [sequences, positions] int64, slots of committed positions
 
 
-class Sizes(NamedTuple):
-    """Numbers at the beginning of a message about a forward, before the lengths of its parts."""
-
-    num_slots: int  # of the leader's KV pool, like the next one
-    num_places: int  # 0: layers with a window keep all slots
-    table_rows: int
-    positions: int
-    window_columns: int
-    all_logits: int  # whether all rows have logits
-
-    @property
-    def pool(self) -> tuple[int, int | None]:
-        """Numbers of slots and of places."""
-        return self.num_slots, self.num_places or None
-
-
-_PARTS = 14  # of a message
+_NUMBERS, _PARTS = 3, 12  # of a message about a forward: sizes of the pool and a flag, and tensors
 _WORD = 8  # bytes of a number in a message
 _BEAT = b"beat"
 _AT_ONCE = 1 << 15  # bytes that a connection takes before the other side reads
-
-
-class _Mirror:
-    """A table of the leader as the followers know it. # [rows, columns] int64"""
-
-    def __init__(self) -> None:
-        self.known = torch.zeros(0, 0, dtype=torch.int64)
-
-    def changes(self, lines: Tensor, now: Tensor) -> tuple[Tensor, Tensor]:
-        """Return places and values that differ from what is known, and know them from now on.
-        # lines [lines], now [lines, columns] int64 -> both [changes] int64"""
-        self._reach((int(lines.max()) + 1, now.shape[1]))  # planned transfer: only CPUs share a model
-        places = lines[:, None] * self.known.shape[1] + torch.arange(now.shape[1])
-        changed = self.known.view(-1)[places] != now
-        found = places[changed], now[changed]
-        self.known.view(-1)[found[0]] = found[1]
-        return found
-
-    def put(self, shape: tuple[int, int], places: Tensor, values: Tensor) -> Tensor:
-        """Take over changes of a table of this shape. Returns the table. # places, values [changes] int64"""
-        self._reach(shape)
-        self.known.view(-1)[places] = values
-        return self.known
-
-    def _reach(self, shape: tuple[int, int]) -> None:
-        before = self.known
-        if shape[0] > before.shape[0] or shape[1] > before.shape[1]:
-            self.known = before.new_zeros(*map(max, shape, before.shape))
-            self.known[: before.shape[0], : before.shape[1]] = before
 
 
 class Peers:
@@ -101,13 +57,6 @@ class Peers:
         """`others`: connections to the leader, or from it to all, and to those with which sums are added; `ended`:
         called when this process takes part no longer."""
         self.shard, self._others, self._ended = shard, others, ended
-        self._slots, self._places = _Mirror(), _Mirror()  # of the slot table, and of layers with a window
-        self._pool: tuple[int, int | None] | None = None  # numbers of slots and places at the last forward
-
-    @property
-    def leads(self) -> bool:
-        """Whether this is the process with the engine."""
-        return self.shard.rank == 0
 
     def total(self, number: int) -> int:
         """Add up a number of each process."""
@@ -136,28 +85,29 @@ class Peers:
     def shared(self, values: Tensor) -> Tensor:
         """Give the leader's values to all, in place. # [...]"""
         with self._telling_losses():
-            if not self.leads:
+            if self.shard.rank:
                 self._others[0].recv_bytes_into(_bytes_of(values))
             else:
                 self._send(_bytes_of(values.contiguous()))
         return values
 
-    def joined(self, part: Tensor, widths: Sequence[int]) -> Tensor:
-        """Concatenate the columns of all processes on the leader; others get their own. `widths`: columns of each.
+    def joined(self, part: Tensor, columns: int) -> Tensor:
+        """Concatenate the columns of all processes on the leader; others get their own. `columns`: of all.
         # [rows, own columns] -> [rows, columns]"""
+        if not part.shape[0]:
+            return part.new_empty(0, columns)
         with self._telling_losses():
-            if not self.leads:
+            if self.shard.rank:
                 self._others[0].send_bytes(_bytes_of(part.contiguous()))
                 return part
-            parts = [part, *(part.new_empty(part.shape[0], width) for width in widths[1:])]
-            for rank, theirs in enumerate(parts[1:], 1):
-                self._others[rank].recv_bytes_into(_bytes_of(theirs))
-        return torch.cat(parts, dim=1)
+            others = [bytearray(self._others[rank].recv_bytes()) for rank in range(1, self.shard.size)]
+        values = (torch.frombuffer(theirs, dtype=part.dtype) for theirs in others)
+        return torch.cat([part, *(own.view(part.shape[0], -1) for own in values)], dim=1)
 
     def say(self, text: str = "") -> str:
         """Return the leader's text on all processes."""
         with self._telling_losses():
-            if not self.leads:
+            if self.shard.rank:
                 return self._others[0].recv_bytes().decode()
             self._send(text.encode())
         return text
@@ -171,26 +121,20 @@ class Peers:
     ) -> None:
         """Tell the followers the rows of the forward that this process runs next.
         # slots [rows], logit_rows [logits], table [table rows, positions] int64"""
-        if self.shard.size == 1 or not self.leads:
+        if self.shard.size == 1 or self.shard.rank:
             return
-        self._begin((pool.num_slots, pool.num_places))
-        lines, whole = attention.table_rows, isinstance(logit_rows, slice)
         end = int(attention.extend_end.max()) + 1  # planned transfer: only CPUs share a model
-        moved = (slots[:0], slots[:0])
-        if pool.window_of is not None:
-            moved = self._places.changes(torch.zeros_like(lines[:1]), pool.window_of[None])
+        lines, nodes, none = table[attention.table_rows, :end], attention.node_slots, slots[:0]
+        used = none if pool.window_of is None else torch.cat([slots, nodes.flatten(), lines.flatten()])
+        whole, chosen = (True, none) if isinstance(logit_rows, slice) else (False, logit_rows)
         parts = [
-            *(attention.sequence, attention.positions, attention.node, slots, attention.extend_end, lines),
-            *(attention.node_slots, attention.node_depths, _words(attention.ancestors)),
-            *(slots[:0] if isinstance(logit_rows, slice) else logit_rows,),
-            *self._slots.changes(lines, table[lines, :end]),
-            *moved,
+            *(attention.sequence, attention.positions, attention.node, slots, attention.extend_end, nodes),
+            *(attention.node_depths, _words(attention.ancestors), chosen, lines),
+            *(used, none if pool.window_of is None else pool.window_of[used]),
         ]
-        known = *self._slots.known.shape, self._places.known.shape[1]
-        sizes = pool.num_slots, pool.num_places or 0, *known, whole
-        numbers = torch.tensor([*sizes, *(part.numel() for part in parts)])
+        numbers = [pool.num_slots, pool.num_places or 0, whole, *(part.numel() for part in parts)]
         with self._telling_losses():
-            self._send(_bytes_of(torch.cat([numbers, *(part.flatten() for part in parts)])))
+            self._send(_bytes_of(torch.cat([torch.tensor(numbers), *(part.flatten() for part in parts)])))
 
     def heard(self) -> Iterator[SharedForward]:
         """Yield the leader's forwards until it ends. Each must be computed before the next is heard."""
@@ -199,28 +143,18 @@ class Peers:
                 self.total(0)
                 continue
             numbers = torch.frombuffer(bytearray(message), dtype=torch.int64)
-            begin, lengths, rest = numbers.split(
-                [len(Sizes._fields), _PARTS, len(numbers) - len(Sizes._fields) - _PARTS]
-            )
-            sizes = Sizes(*begin.tolist())  # planned transfer: only CPUs share a model
-            sequence, positions, node, slots, ends, lines, *trees, flags, chosen, place, slot, at, to = rest.split(
-                lengths.tolist()  # planned transfer: only CPUs share a model
-            )
-            self._begin(sizes.pool)
-            node_slots, depths = (
-                value.view(len(lines), -1) if len(value) else value.view(len(lines), 0) for value in trees
-            )
-            count = node_slots.shape[1]
-            seen = flags.view(torch.uint8)[: len(lines) * count**2].view(len(lines), count, count).bool()
-            table = self._slots.put((sizes.table_rows, sizes.positions), place, slot)
-            windows = self._places.put((1, sizes.window_columns), at, to)[0] if sizes.window_columns else None
-            rows = AttentionRows(sequence, positions, node, lines, ends, node_slots, depths, seen)
-            yield SharedForward(sizes, rows, slots, slice(None) if sizes.all_logits else chosen, table, windows)
-
-    def _begin(self, pool: tuple[int, int | None]) -> None:
-        """Forget the tables of another pool. `pool`: numbers of slots and of places."""
-        if pool != self._pool:
-            self._slots, self._places, self._pool = _Mirror(), _Mirror(), pool
+            begin = numbers[: _NUMBERS + _PARTS].tolist()  # planned transfer: only CPUs share a model
+            num_slots, num_places, whole, *lengths = begin
+            parts = numbers[_NUMBERS + _PARTS :].split(lengths)
+            sequence, positions, node, slots, ends, *trees, flags, chosen, lines, used, places = parts
+            count, nodes = len(ends), len(trees[0]) // len(ends)
+            shapes = (count, nodes), (count, nodes, nodes)
+            seen = flags.view(torch.uint8)[: count * nodes**2].view(shapes[1]).bool()
+            node_slots, depths = (value.view(shapes[0]) for value in trees)
+            rows = AttentionRows(sequence, positions, node, torch.arange(count), ends, node_slots, depths, seen)
+            logit_rows = slice(None) if whole else chosen
+            pool = num_slots, num_places or None
+            yield SharedForward(*pool, (used, places), rows, slots, logit_rows, lines.view(count, -1))
 
     @contextmanager
     def _telling_losses(self) -> Iterator[None]:
@@ -240,7 +174,7 @@ class Peers:
 
     def beat(self) -> None:
         """Ask whether all processes answer. Raises PeerLost."""
-        if self.leads and self._others:
+        if not self.shard.rank and self._others:
             with self._telling_losses():
                 self._send(_BEAT)
             self.total(0)

@@ -9,6 +9,7 @@ import hashlib
 import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
+from functools import reduce
 from math import lcm, prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,13 +23,11 @@ from drafters.network.checkpoint import even_sample
 from kernels.families import FAMILIES, spec_of
 from kernels.layers import COLUMNS, Weight, rows_of
 from kernels.pieces import NUM_PIECES, TensorShard, pieces_of
-from kernels.specs import AttentionSpec, LayerSpec, ModelSpec, usual_name
+from kernels.specs import AttentionSpec, LayerSpec, ModelSpec
 from service.engine.modules import SAMPLES, QuantisedLinear, matrix_of
 from service.errors import StartupError
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-SIZES = tuple(size for size in (1, 2, 4, 8) if NUM_PIECES % size == 0)
-"""Numbers of devices that can share a model."""
 
 Range = tuple[int, tuple[slice, ...]]
 """A dimension of a weight, and the ranges of it that a device has."""
@@ -63,14 +62,9 @@ class LayerShard(NamedTuple):
     @property
     def attention(self) -> AttentionSpec:
         """The attention of the device's heads."""
-        queries = self.queries
-        own = self.own.start - queries.start, self.own.stop - queries.start
-        return replace(
-            self.spec,
-            query_heads=queries.stop - queries.start,
-            kv_heads=self.groups.stop - self.groups.start,
-            own=own,
-        )
+        first, count = self.queries.start, self.queries.stop - self.queries.start
+        kv_heads, own = self.groups.stop - self.groups.start, (self.own.start - first, self.own.stop - first)
+        return replace(self.spec, query_heads=count, kv_heads=kv_heads, own=own)
 
     def range_of(self, name: str) -> Range | None:
         """The part of the layer's weight with this name that the device has; None: all of it."""
@@ -86,12 +80,10 @@ class LayerShard(NamedTuple):
             "mlp.up_proj": (self.inner,),
             "mlp.gate_up_proj": (self.inner, _moved(self.inner, self.inner_columns)),
         }
-        columns = {
-            "self_attn.o_proj.weight": slice(self.own.start * dim, self.own.stop * dim),
-            "mlp.down_proj.weight": self.inner,
-        }
-        if name in columns:
-            return 1, (columns[name],)
+        if name == "self_attn.o_proj.weight":
+            return 1, (slice(self.own.start * dim, self.own.stop * dim),)
+        if name == "mlp.down_proj.weight":
+            return 1, (self.inner,)
         if name == "self_attn.sinks":
             return 0, (self.queries,)
         return (0, rows[module]) if module in rows else None
@@ -123,7 +115,8 @@ class ModelShard:
         that cannot be parted. Raises StartupError for a model too small for so many devices."""
         for index, own in enumerate(self.spec.layers):
             prefix = f"model.layers.{index}."
-            names = {usual_name(name, own.renamed): f"{prefix}{name}" for name in _parameters(model, prefix)}
+            whole = [name for name, _ in model.named_parameters() if name.startswith(prefix)]
+            names = {own.usual(name.removeprefix(prefix)): name for name in whole}
             output, down = names["self_attn.o_proj.weight"], names["mlp.down_proj.weight"]
             units, inner = (unit_of(output), unit_of(down)), model.get_parameter(down).shape[1]
             self.layers.append(LayerShard.of(own, inner, units, self.shard))
@@ -131,21 +124,9 @@ class ModelShard:
             raise StartupError(f"a layer has too few heads or columns for {self.shard.size} devices: {_ONE}")
 
     @property
-    def leads(self) -> bool:
-        """Whether this is the first device, which has the embedding."""
-        return self.shard.rank == 0
-
-    @property
     def vocab(self) -> slice:
         """Rows of the output layer that the device has."""
         return self.shard.span(pieces_of(self.vocab_size, COLUMNS))
-
-    @property
-    def vocab_columns(self) -> list[int]:
-        """Rows of the output layer that each device has."""
-        whole = pieces_of(self.vocab_size, COLUMNS)
-        spans = [TensorShard(rank, self.shard.size).span(whole) for rank in range(self.shard.size)]
-        return [span.stop - span.start for span in spans]
 
     @property
     def query_heads(self) -> int:
@@ -165,13 +146,13 @@ class ModelShard:
 
     def range_of(self, name: str) -> Range | None:
         """The part of the weight with this name that the device has; None: all of it."""
-        if name == HEAD or (name == EMBEDDING and self.tied and not self.leads):
+        if name == HEAD:
             return 0, (self.vocab,)
-        if name == EMBEDDING and not self.leads:
-            return 0, (slice(0, 0),)
+        if name == EMBEDDING and self.shard.rank:  # it looks up nothing
+            return 0, (self.vocab if self.tied else slice(0, 0),)
         match name.split(".", 3):
             case ["model", "layers", number, rest]:
-                return self.layers[int(number)].range_of(usual_name(rest, self.spec.layers[int(number)].renamed))
+                return self.layers[int(number)].range_of(self.spec.layers[int(number)].usual(rest))
         return None
 
     def note(self, name: str, shape: tuple[int, ...], read: Callable[[Tensor], Tensor]) -> None:
@@ -187,7 +168,7 @@ class ModelShard:
         if not self.tied:
             return
         weight = matrix_of(model.get_input_embeddings())
-        if self.leads:
+        if self.shard.rank == 0:
             self.samples[HEAD] = tuple(weight.shape), even_sample(weight, SAMPLES)
             weight = rows_of(weight, torch.arange(self.vocab.start, self.vocab.stop))
         model.set_output_embeddings(_linear(weight))
@@ -204,8 +185,8 @@ class ModelShard:
 def shared_spec(config: PreTrainedConfig, size: int) -> ModelSpec:
     """The records of a model that `size` devices share. Raises StartupError if they cannot."""
     kind = config.model_type
-    if size not in SIZES:
-        raise StartupError(f"tensor_parallel is {size}: a model is shared by {', '.join(map(str, SIZES[1:]))} devices")
+    if NUM_PIECES % size:
+        raise StartupError(f"tensor_parallel is {size}: a model is shared by 2, 4 or 8 devices")
     spec = spec_of(config.to_dict()) if kind in FAMILIES else None
     reasons: Mapping[str, Callable[[LayerSpec], object]] = {
         "recurrent layers": lambda layer: not isinstance(layer.mixer, AttentionSpec),
@@ -226,10 +207,6 @@ def shared_spec(config: PreTrainedConfig, size: int) -> ModelSpec:
 _ONE = "set tensor_parallel to 1"
 
 
-def _parameters(model: PreTrainedModel, prefix: str) -> list[str]:
-    return [name.removeprefix(prefix) for name, _ in model.named_parameters() if name.startswith(prefix)]
-
-
 def _linear(weight: Weight) -> nn.Module:
     """A layer that holds this weight. # weight [out, in]"""
     if not isinstance(weight, Tensor):
@@ -245,16 +222,18 @@ def load_safetensors(
     """Read a device's part of a model without weights from the safetensors files of a folder. `renamed`: patterns in
     the names of the files' tensors, and what the model calls them. Returns what is missing, unexpected or of another
     shape, as transformers reports it."""
+
+    def named(key: str) -> str:
+        return reduce(lambda name, pattern: re.sub(pattern, renamed[pattern], name), renamed, key)
+
     part.plan(model, lambda name: COLUMNS)
     shapes = {name: tuple(value.shape) for name, value in model.named_parameters()}
     found, others, odd = set[str](), list[str](), list[tuple[str, object, object]]()
     for file in sorted(folder.glob("*.safetensors")):
         with safe_open(file, "pt") as opened:
             for key in opened.keys():  # noqa: SIM118 - it is no mapping
-                name, tensor = key, opened.get_slice(key)
-                for theirs, ours in renamed.items():
-                    name = re.sub(theirs, ours, name)
-                shape = tuple(tensor.get_shape())
+                tensor = opened.get_slice(key)
+                name, shape = named(key), tuple(tensor.get_shape())
                 if name == HEAD and part.tied:
                     raise StartupError(
                         f"the files contain {HEAD}, but config.json ties it to the embedding: set tie_word_embeddings "
@@ -266,7 +245,9 @@ def load_safetensors(
                     odd.append((key, shape, shapes[name]))
                 else:
                     found.add(name)
-                    _put(model, name, _read(tensor, part, name, shape).to(model.dtype))
+                    place, _, parameter = name.rpartition(".")
+                    value = _read(tensor, part, name, shape).to(model.dtype)
+                    setattr(model.get_submodule(place), parameter, nn.Parameter(value, requires_grad=False))
     part.part_head(model)
     missing = shapes.keys() - found - ({HEAD} if part.tied else set())
     return {"missing_keys": missing, "unexpected_keys": others, "mismatched_keys": odd}
@@ -281,8 +262,3 @@ def _read(tensor: Any, part: ModelShard, name: str, shape: tuple[int, ...]) -> T
     part.note(name, shape, lambda rows: torch.stack([tensor[row] for row in rows.tolist()]))
     dim, ranges = own
     return torch.cat([tensor[one] if dim == 0 else tensor[:, one] for one in ranges])
-
-
-def _put(model: PreTrainedModel, name: str, value: Tensor) -> None:
-    place, _, parameter = name.rpartition(".")
-    setattr(model.get_submodule(place), parameter, nn.Parameter(value, requires_grad=False))

@@ -66,7 +66,7 @@ class Target:
         self._layers: Layers = (
             layers_of(model, pool, table, tap_layers)
             if part is None
-            else SharedDecoder.of(model, part, table, peers, tap_layers)
+            else SharedDecoder(model, part, peers, table, tap_layers)
         )
         self._forward: Forward = self.forward_once
         self.capture: Capture | None = None  # None if forwards run eagerly

@@ -13,12 +13,12 @@ PRODUCT = modules(*PACKAGES)
 OUTSIDE_KERNELS = modules("service", "adaptation", "drafters")
 
 CODE_LINES = {
-    "product": (PRODUCT, 33_886),
+    "product": (PRODUCT, 34_686),
     BENCHMARKS: (modules(BENCHMARKS), 5_668),
-    "tests": (modules("tests"), 39_388),
+    "tests": (modules("tests"), 39_760),
 }
 """At most so many lines of code (no blank lines, comments, docstrings) in these files."""
-NUM_FILES = 240
+NUM_FILES = 244
 
 UNDOCUMENTED, WITHOUT_SHAPES = 0.03, 0.05  # of public functions, and of those that take or return tensors
 MODULE_LINES = 400

@@ -1,0 +1,137 @@
+"""A model that two real processes share: the answers and the fingerprint of one, and what becomes of streams where a
+process is killed, stopped or cut off."""
+
+import json
+import random
+import signal
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from benchmarks.fleets import Processes, processes
+from benchmarks.streams import Received
+from kernels.cpu import library
+from service.bench.servers import Process, Servers
+from service.config import ServiceConfig
+from tests.e2e.test_ingress import streams_while_one_is_killed
+from tests.service.bench.parts import save_two_layers
+from tests.tiny_models import served_by
+
+pytestmark = pytest.mark.skipif(library.variant() is None, reason="no kernels are compiled")
+BODY = {"model": "tiny", "prompt": "one is the other", "max_tokens": 60, "temperature": 0.8, "seed": 4}
+LONG = {**BODY, "max_tokens": 400, "ignore_eos": True, "stream": True}
+STOPPED_SECONDS = 30 + 10  # the leader's patience, and the end of the server
+KILLS = 20
+
+
+@pytest.fixture(scope="module")
+def servers(tmp_path_factory: pytest.TempPathFactory) -> Servers:
+    folder = tmp_path_factory.mktemp("shared")
+    model = save_two_layers(folder / "model", hidden_size=128)
+    settings = served_by(model, drafter="memory", max_model_len=512, state_dir=str(folder / "state"))
+    return Servers(ServiceConfig.model_validate(settings), folder)
+
+
+def follower_of(server: Process) -> psutil.Process:
+    (found,) = (one for one in psutil.Process(server.running.pid).children() if "follow" in one.cmdline())
+    return found
+
+
+def answer_of(server: Process) -> tuple[str, str]:
+    answer = httpx.post(f"{server.url}/v1/completions", json=BODY, timeout=60).json()
+    return answer["choices"][0]["text"], answer["system_fingerprint"]
+
+
+def streamed(server: Process, after: Any) -> tuple[str, dict[str, Any]]:
+    """The text of a stream during which `after` is called once, and its last event."""
+    text, last = "", dict[str, Any]()
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=LONG, timeout=STOPPED_SECONDS) as answer:
+        for line in answer.iter_lines():
+            if line.startswith("data: {"):
+                last = json.loads(line.removeprefix("data: "))
+                text += "".join(choice["text"] for choice in last.get("choices", ()))
+                if after is not None and len(text) > 20:
+                    after, _ = None, after()
+    return text, last
+
+
+def test_a_server_ends_where_a_process_that_shares_its_model_is_killed(servers: Servers) -> None:
+    server = servers.begin("shared", tensor_parallel=2)
+    try:
+        whole, end = streamed(server, None)
+        assert end["choices"][0]["finish_reason"] == "length"
+        text, last = streamed(server, follower_of(server).kill)
+        assert last["error"]["code"] == "engine_stopped"
+        assert whole.startswith(text)
+        assert server.running.wait(20) == 1
+    finally:
+        server.kill()
+    assert "in 2 processes" in server.log.read_text()
+
+
+@pytest.mark.slow
+def test_two_processes_answer_as_one(servers: Servers) -> None:
+    answers = []
+    for size in (1, 2):
+        server = servers.begin(f"of-{size}", tensor_parallel=size)
+        answers.append(answer_of(server))
+        server.end()
+    assert answers[0] == answers[1]
+
+
+@pytest.mark.slow
+def test_a_follower_that_cannot_load_ends_the_start(servers: Servers) -> None:
+    server = servers.begin("broken", tensor_parallel=8)
+    assert server.running.wait(60) == 2
+    assert "too few heads or columns for 8 devices" in server.log.read_text()
+
+
+@pytest.mark.slow
+def test_followers_end_with_a_leader_that_is_killed(servers: Servers) -> None:
+    server = servers.begin("killed", tensor_parallel=2)
+    assert server.ready
+    follower = follower_of(server)
+    server.kill()
+    follower.wait(20)
+
+
+@dataclass
+class Shared(Processes):
+    """Replicas of two processes each, of which one that follows is sent a signal."""
+
+    signal: int = signal.SIGKILL
+
+    def kill_one(self, rng: random.Random) -> None:
+        number = rng.randrange(len(self.replicas))
+        replica, began = self.replicas[number], time.monotonic()
+        follower_of(replica).send_signal(self.signal)
+        assert replica.running.wait(STOPPED_SECONDS) == 1
+        print(f"the server ended {time.monotonic() - began:.1f} s after signal {self.signal}")
+        self.num_killed += 1
+        self.replicas[number] = self.servers.begin(f"again-{self.signal}-{self.num_killed}", self.ports[number])
+        assert self.replicas[number].ready
+
+
+@pytest.fixture(scope="module")
+def fleet(servers: Servers) -> Iterator[Shared]:
+    given = {**servers.config.model_dump(mode="json", exclude_unset=True), "tensor_parallel": 2}
+    with processes(Servers(ServiceConfig.model_validate(given), servers.folder), 2) as found:
+        yield Shared(found.servers, found.ports, found.replicas, found.front)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("how", "times"), [(signal.SIGKILL, KILLS), (signal.SIGSTOP, KILLS)], ids=["killed", "stopped"]
+)
+async def test_streams_go_on_where_a_process_is(how: int, times: int, fleet: Shared) -> None:
+    fleet.signal = how
+    for _ in range(times):
+        undisturbed, disturbed = await streams_while_one_is_killed(fleet, 4)
+        assert disturbed == undisturbed
+        completions = [spoken for spoken in disturbed if isinstance(spoken, Received)]
+        assert all(spoken.is_complete and spoken.failure is None for spoken in completions)
