@@ -66,8 +66,8 @@ def run(
         return _anatomy(loaded, rounds, out)
     config = loaded.config.model_copy(update={"budget_policy": "fixed", "drafter": "none"})
     if shape is not None:
-        written = _written(shape, mix, layers, config.state_dir)
-        config = config.model_copy(update={"model": str(written), "served_model_name": written.stem})
+        path = written(shape, mix, layers, config.state_dir)
+        config = config.model_copy(update={"model": str(path), "served_model_name": path.stem})
     file = gguf_file(config.model_source)
     if file is None:
         raise StartupError(f"model {config.model!r} is no GGUF file: give --model FILE.gguf or --shape")
@@ -77,7 +77,7 @@ def run(
     weights = assembly.loaded.read_bytes
     resident = process.memory_info().rss - before
     peak = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
-    ways: dict[str, Callable[[int], object]] = {"here": _Ours(assembly)}
+    ways: dict[str, Callable[[int], object]] = {"here": TextForward(assembly)}
     if peer:
         ways["llama.cpp"] = _Theirs(file)
     times = {(name, rows): list[float]() for name in ways for rows in _ROWS}
@@ -157,7 +157,8 @@ def _table(rows: Sequence[StepRow]) -> Table:
     return table
 
 
-def _written(shape: str, mix: Mix, layers: int | None, folder: Path) -> Path:
+def written(shape: str, mix: Mix, layers: int | None, folder: Path) -> Path:
+    """Write a file of random weights, unless it is there. Raises StartupError for an unknown shape."""
     if shape not in SHAPES:
         raise StartupError(f"there is no shape {shape!r}; those there are: {', '.join(SHAPES)}")
     named = f"{shape}-{mix}.gguf" if layers is None else f"{shape}-{layers}-{mix}.gguf"
@@ -169,7 +170,7 @@ def _written(shape: str, mix: Mix, layers: int | None, folder: Path) -> Path:
     return path
 
 
-class _Ours:
+class TextForward:
     """Forwards of the target after one text."""
 
     def __init__(self, assembly: Assembly) -> None:
