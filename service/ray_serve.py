@@ -55,7 +55,7 @@ def deployed(settings: dict[str, Any], replicas: int) -> Any:
     StartupError."""
     config = load_config(settings).config
     # Where a model is shared, the replica's process starts those that follow, on the same node.
-    bundles = [{"CPU": 1}] * config.tensor_parallel if config.tensor_parallel > 1 else None
+    bundles = [{"CPU": config.threads or 1}] * config.tensor_parallel if config.tensor_parallel > 1 else None
     replica = serve.deployment(
         placement_group_bundles=bundles,
         placement_group_strategy=bundles and "STRICT_PACK",

@@ -22,7 +22,10 @@ from tests.e2e.test_ingress import streams_while_one_is_killed
 from tests.service.bench.parts import save_two_layers
 from tests.tiny_models import served_by
 
-pytestmark = pytest.mark.skipif(library.variant() is None, reason="no kernels are compiled")
+pytestmark = [
+    pytest.mark.skipif(library.variant() is None, reason="no kernels are compiled"),
+    pytest.mark.slow("each server takes ten seconds to start", covers="service/follow.py service/engine/peers.py"),
+]
 BODY = {"model": "tiny", "prompt": "one is the other", "max_tokens": 60, "temperature": 0.8, "seed": 4}
 LONG = {**BODY, "max_tokens": 400, "ignore_eos": True, "stream": True}
 STOPPED_SECONDS = 30 + 10  # the leader's patience, and the end of the server
@@ -74,7 +77,6 @@ def test_a_server_ends_where_a_process_that_shares_its_model_is_killed(servers: 
     assert "in 2 processes" in server.log.read_text()
 
 
-@pytest.mark.slow
 def test_two_processes_answer_as_one(servers: Servers) -> None:
     answers = []
     for size in (1, 2):
@@ -84,14 +86,12 @@ def test_two_processes_answer_as_one(servers: Servers) -> None:
     assert answers[0] == answers[1]
 
 
-@pytest.mark.slow
 def test_a_follower_that_cannot_load_ends_the_start(servers: Servers) -> None:
     server = servers.begin("broken", tensor_parallel=8)
     assert server.running.wait(60) == 2
     assert "too few heads or columns for 8 devices" in server.log.read_text()
 
 
-@pytest.mark.slow
 def test_followers_end_with_a_leader_that_is_killed(servers: Servers) -> None:
     server = servers.begin("killed", tensor_parallel=2)
     assert server.ready
@@ -124,7 +124,6 @@ def fleet(servers: Servers) -> Iterator[Shared]:
         yield Shared(found.servers, found.ports, found.replicas, found.front)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "times"), [(signal.SIGKILL, KILLS), (signal.SIGSTOP, KILLS)], ids=["killed", "stopped"]
 )

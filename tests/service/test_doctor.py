@@ -122,3 +122,13 @@ def test_a_sound_machine_has_no_problem(tmp_path: Path) -> None:
     bad = CliRunner().invoke(app, ["doctor", "--state-dir", str(tmp_path), "--port", "0", "--model", "none.gguf"])
     assert bad.exit_code == 1
     assert "1 problem(s) to solve" in bad.output
+
+
+def test_a_model_that_processes_share_is_checked_without_loading(tmp_path: Path) -> None:
+    def found(size: int) -> doctor.Finding:
+        config = ServiceConfig(state_dir=tmp_path, port=0, tensor_parallel=size)
+        return next(one for one in doctor.findings(config) if one.subject == "device")
+
+    assert "shared by 4 processes" in found(4).text
+    assert found(3).is_problem
+    assert "2, 4 or 8 devices" in found(3).text

@@ -3,6 +3,7 @@ with trees, windows, several sequences and other pools. The processes are thread
 
 import json
 import threading
+import time
 from collections.abc import Callable
 from itertools import combinations
 from multiprocessing.connection import Pipe
@@ -18,6 +19,10 @@ from drafters.tree import DraftTree
 from kernels.cpu import library
 from kernels.pieces import TensorShard
 from kernels.rows import ExtendRows
+from service.drafter import make_drafter
+from service.engine import thread
+from service.engine.budget import FixedBudget
+from service.engine.engine import Engine
 from service.engine.kv_pool import KVPool
 from service.engine.measuring import Trial
 from service.engine.peers import Peers
@@ -35,7 +40,8 @@ from service.engine.weights import (
 )
 from service.errors import PeerLost, StartupError
 from service.follow import compute
-from tests.tiny_models import WINDOW, tiny_model
+from tests.service.engine.harness import LIMITS, vocabulary_of
+from tests.tiny_models import WINDOW, loaded_tiny, tiny_model
 
 pytestmark = pytest.mark.skipif(library.variant() is None, reason="no kernels are compiled")
 CPU = torch.device("cpu")
@@ -187,3 +193,33 @@ def test_a_process_that_has_ended_is_told_at_once(tmp_path: Path) -> None:
             texts(target)
 
     shared(str(tiny_model("llama", tmp_path, **WIDE)), 2, lose)
+
+
+def test_an_idle_engine_looks_whether_all_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(thread, "_IDLE_SECONDS", 0.05)
+    folder = str(tiny_model("llama", tmp_path, **WIDE))
+
+    def wait(target: Target) -> int:
+        beats, ended = [], threading.Event()
+        true = target.peers.beat
+
+        def beat() -> None:
+            true()
+            beats.append(1)
+            if len(beats) == 3:
+                ended.set()
+
+        monkeypatch.setattr(target.peers, "beat", beat)
+        drafter = make_drafter("none", target, LIMITS)
+        loaded = loaded_tiny("llama")
+        engine = thread.EngineThread(Engine(target, LIMITS, vocabulary_of(loaded), drafter, FixedBudget(0)))
+        engine.start(lambda outputs: None)
+        assert ended.wait(10)
+        for other in target.peers._others.values():
+            other.close()
+        while engine.failure is None:
+            time.sleep(0.01)
+        assert isinstance(engine.failure, PeerLost)
+        return len(beats)
+
+    assert shared(folder, 2, wait)[0] >= 3
