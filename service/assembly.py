@@ -8,7 +8,6 @@ import platform
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -157,7 +156,7 @@ def assemble(config: ServiceConfig, *, graphs: bool | None = None) -> Assembly:
         torch.cuda.set_device(device)  # Triton launches on the thread's device, wherever the tensors are
     captures = device.type == "cuda" if graphs is None else graphs
     choose_drafter(config, starts=True)  # refuse an impossible one before loading anything
-    loaded = load_target(config, device, begin=begin_drafter(config))
+    loaded = load_target(config, device, begin=begin_drafter(config), shares=True)
     tokenizer = ChatTokenizer(loaded.tokenizer)
     tokenizer.refuse_narrow_vocabulary(loaded.model.config.get_text_config().vocab_size)
     captures = captures and not loaded.kv_shape.bytes_per_state
@@ -185,9 +184,15 @@ def assemble(config: ServiceConfig, *, graphs: bool | None = None) -> Assembly:
 
 
 def load_target(
-    config: ServiceConfig, device: torch.device, dtype: torch.dtype | None = None, begin: BeginDrafter | None = None
+    config: ServiceConfig,
+    device: torch.device,
+    dtype: torch.dtype | None = None,
+    begin: BeginDrafter | None = None,
+    *,
+    shares: bool = False,
 ) -> LoadedModel:
-    """Load the model in the configured type or in `dtype`; `begin` makes its initial drafter. Raises StartupError."""
+    """Load the model in the configured type or in `dtype`; `begin` makes its initial drafter. `shares`: with as many
+    processes as configured. Raises StartupError."""
     if (config.load_dtype, device.type) in (("int8", "cuda"), ("float16", "cpu")):
         raise StartupError(
             f"load_dtype {config.load_dtype}: there are no kernels for it on a {device.type}; use bfloat16"
@@ -196,16 +201,15 @@ def load_target(
     in_blocks = dtype is None and config.load_dtype == "auto" and device.type == "cpu" and library.variant() is not None
     dtype = dtype_of(config, device) if dtype is None else dtype
     with memory_for("the weights", "choose a smaller model, or load_dtype bfloat16"):
-        options: dict[str, Any] = config.model_dump(include={"unverified", "max_model_len"})
-        options["revision"] = config.revision
+        options = {**config.model_dump(include={"unverified", "max_model_len"}), "revision": config.revision}
         described = describe(config.model_source, **options)
         load = partial(load_model, described, dtype=dtype, device=device, in_blocks=in_blocks)
-        if config.tensor_parallel == 1:
+        if config.tensor_parallel == 1 or not shares:
             loaded = load(begin_drafter=begin)
         else:
             refuse_sharing(device)
-            named, threads = str(dtype).removeprefix("torch."), config.num_threads
-            what = SharedModel(config.model_source, options, named, in_blocks, in_8_bits, threads)
+            how = str(dtype).removeprefix("torch."), in_blocks, in_8_bits, config.num_threads
+            what = SharedModel(config.model_source, options, *how)
             loaded = load_shared(described, config.tensor_parallel, what, load)
     return replace(loaded, in_8_bits=in_8_bits)
 
@@ -231,7 +235,7 @@ def _draft_model(
     name = str(config.drafter_path)
     length = limits.max_model_len
     settings = config.model_copy(
-        update={"model": name, "drafter": "none", "drafter_path": None, "max_model_len": length, "tensor_parallel": 1}
+        update={"model": name, "drafter": "none", "drafter_path": None, "max_model_len": length}
     )
     found = load_target(settings, loaded.model.device)
     return draft_model_of(found, loaded, name=name, max_model_len=limits.max_model_len)
@@ -253,7 +257,7 @@ def _target(
     taps = taps_of(drafter_name, len(loaded.kv_shape.layers), network.config.tap_layers if network else ())
     target = memory_planner.target_without_room(loaded, limits, taps)
     states = loaded.kv_shape.state_bytes(memory_planner.running_states(loaded.kv_shape, limits))
-    pool_bytes = config.kv_cache_bytes(device.type, 0, states_bytes=states)  # of all processes that share the model
+    pool_bytes = config.kv_cache_bytes(device.type, 0, states_bytes=states) // config.tensor_parallel
     if device.type == "cuda":
         learning = _learning(config, loaded) if _has_room(config, loaded, limits, network) else None
         needs = memory_planner.needs_of(target, limits, network, learning, captures=captures)
@@ -264,11 +268,10 @@ def _target(
         plan.check(pool_bytes)
         logger.info("device memory reserved in addition to the KV cache: %s", plan.described())
     else:
-        memory_planner.check_free_memory(0, pool_bytes)
+        memory_planner.check_free_memory(0, pool_bytes)  # of this process
     if device.type == "cuda" or loaded.kv_shape.window is not None:  # windows leave room for many more slots
         beside += memory_planner.entry_bytes(network)
-    own = pool_bytes // config.tensor_parallel
-    memory_planner.give_room(target, loaded, room_for(loaded.kv_shape, own, limits, bytes_beside=beside))
+    memory_planner.give_room(target, loaded, room_for(loaded.kv_shape, pool_bytes, limits, bytes_beside=beside))
     return target
 
 

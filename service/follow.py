@@ -9,9 +9,11 @@ import logging
 import os
 import platform
 import secrets
+import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
@@ -30,7 +32,7 @@ from kernels.pieces import TensorShard
 from service import __version__
 from service.config import ServiceConfig
 from service.engine.kv_pool import KVPool
-from service.engine.peers import Peers
+from service.engine.peers import Peers, set_patience
 from service.engine.shards import ModelShard
 from service.engine.target import Target
 from service.engine.weights import Described, LoadedModel, describe, kv_shape, load_weights
@@ -43,6 +45,8 @@ _MEETING = "adaptree"  # key of the leader's address in torchrun's store
 _KEY_BYTES = 32
 _PATIENCE_SECONDS = 30  # for which the leader waits for a part of a layer; it computes one just as long
 _POLL_SECONDS = 0.2
+_MEETING_SECONDS = 600  # in which all processes must come
+_GREETING_SECONDS = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,14 +71,17 @@ def load_shared(described: Described, size: int, what: SharedModel, load: Callab
     """Start the followers and load the leader's part, while they load theirs. `load`: loads a part. Raises
     StartupError."""
     part = ModelShard.of(described.config, TensorShard(0, size))
+    peers = _lead(size)
     try:
-        peers = _lead(size)
         peers.say(json.dumps(asdict(replace(what, build=build_name()))))
         loaded = load(part=part)
         peers.say(part.digest())
         peers.total(0)  # all have loaded theirs
     except PeerLost as error:
         raise StartupError(f"one of the {size} processes that share the model has ended: {error}") from error
+    except BaseException:
+        peers.close()
+        raise
     peers.wait_at_most(_PATIENCE_SECONDS)
     return replace(loaded, peers=peers)
 
@@ -121,15 +128,24 @@ def compute(target: Target) -> None:
 
 
 def _lead(size: int) -> Peers:
-    key = secrets.token_bytes(_KEY_BYTES)
-    if is_torchelastic_launched():
-        store, shard = _of_torchrun(size)
-        server = socket.create_server((socket.gethostname(), 0))
-        store.set(_MEETING, json.dumps([*server.getsockname()[:2], key.hex()]))
-        return Peers(shard, _met(server, key, size, lambda: True))
-    server = socket.create_server(("127.0.0.1", 0))
-    processes = [_started([*server.getsockname()[:2], key.hex(), rank, size]) for rank in range(1, size)]
-    others = _met(server, key, size, lambda: all(one.poll() is None for one in processes))
+    """Start the followers, or meet those of torchrun. Raises StartupError if they do not come."""
+    key, processes = secrets.token_bytes(_KEY_BYTES), list[subprocess.Popen[bytes]]()
+    by_torchrun = is_torchelastic_launched()
+    server = socket.create_server(("" if by_torchrun else "127.0.0.1", 0))
+    port, deadline = server.getsockname()[1], time.monotonic() + _MEETING_SECONDS
+    if by_torchrun:
+        store, _ = _of_torchrun(size)
+        host = getattr(store, "underlying_store", store).host  # the name by which the others reach this machine
+        store.set(_MEETING, json.dumps([host, port, key.hex()]))
+    else:
+        processes += [_started(["127.0.0.1", port, key.hex(), rank, size]) for rank in range(1, size)]
+    try:
+        others = _met(
+            server, key, size, lambda: time.monotonic() < deadline and all(one.poll() is None for one in processes)
+        )
+    except PeerLost as error:
+        _end(processes)
+        raise StartupError(f"the {size} processes of tensor_parallel did not meet at port {port}: {error}") from error
     return Peers(TensorShard(0, size), others, partial(_end, processes))
 
 
@@ -151,9 +167,12 @@ def _end(processes: Iterable[subprocess.Popen[bytes]]) -> None:
 
 def follow_leader(given: str) -> None:
     """Follow the leader that has started this process. `given`: what it wrote to the standard input."""
+    for number in (signal.SIGINT, signal.SIGTERM):  # meant for the leader, which may go on for a while
+        signal.signal(number, signal.SIG_IGN)
     host, port, key, rank, size = json.loads(given)
+    peers = meet((host, port), bytes.fromhex(key), TensorShard(rank, size))
     with suppress(PeerLost):  # as the leader's log says
-        follow(meet((host, port), bytes.fromhex(key), TensorShard(rank, size)))
+        follow(peers)
 
 
 def _of_torchrun(size: int) -> tuple[Any, TensorShard]:
@@ -178,7 +197,8 @@ def follows(config: ServiceConfig) -> bool:
 def meet(leader: tuple[str, int], key: bytes, shard: TensorShard) -> Peers:
     """Join the leader at an address, and those followers with which sums are exchanged. Raises PeerLost."""
     try:
-        others = {0: _connected(leader, key)}
+        answers = answer_challenge, deliver_challenge
+        others = {0: _greeted(socket.create_connection(leader), key, *answers)}
         with socket.socket(fileno=os.dup(others[0].fileno())) as own:
             server = socket.create_server((own.getsockname()[0], 0))
         others[0].send_bytes(json.dumps([shard.rank, *server.getsockname()[:2]]).encode())
@@ -186,13 +206,13 @@ def meet(leader: tuple[str, int], key: bytes, shard: TensorShard) -> Peers:
         partners = [shard.rank ^ distance for distance in (1, 2, 4) if distance < shard.size]
         for rank in partners:
             if 0 < rank < shard.rank:
-                others[rank] = _connected(tuple(addresses[rank - 1]), key)
+                others[rank] = _greeted(socket.create_connection(tuple(addresses[rank - 1])), key, *answers)
                 others[rank].send_bytes(bytes([shard.rank]))
         for _ in [rank for rank in partners if rank > shard.rank]:
             other = _accepted(server, key)
             others[other.recv_bytes()[0]] = other
         return Peers(shard, others)
-    except (OSError, EOFError) as error:
+    except (OSError, EOFError, AuthenticationError) as error:
         raise PeerLost(f"the processes that share the model did not meet: {error}") from error
 
 
@@ -217,21 +237,18 @@ def _met(server: socket.socket, key: bytes, size: int, waits: Callable[[], bool]
 
 def _accepted(server: socket.socket, key: bytes) -> Connection:
     """Accept a connection from a process that has the key."""
-    found, _ = server.accept()
-    other = _connection(found)
-    deliver_challenge(other, key)
-    answer_challenge(other, key)
-    return other
+    return _greeted(server.accept()[0], key, deliver_challenge, answer_challenge)
 
 
-def _connected(address: tuple[str, int], key: bytes) -> Connection:
-    other = _connection(socket.create_connection(address))
-    answer_challenge(other, key)
-    deliver_challenge(other, key)
-    return other
-
-
-def _connection(found: socket.socket) -> Connection:
+def _greeted(found: socket.socket, key: bytes, *greetings: Callable[[Connection, bytes], None]) -> Connection:
+    """Make a connection, with little patience for the greetings. One whose other machine has vanished is noticed."""
     found.setblocking(True)
-    found.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    return Connection(found.detach())
+    found.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in (("TCP_NODELAY", 1), ("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 4)):
+        found.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+    other = Connection(found.detach())
+    set_patience(other, _GREETING_SECONDS)
+    for greet in greetings:
+        greet(other, key)
+    set_patience(other, 0)
+    return other

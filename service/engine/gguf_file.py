@@ -78,7 +78,7 @@ def load_gguf(
             raise StartupError(f"{file.path.name}: tensor {name!r} cannot be used: {error}") from error
         file.give_back()
     if part is not None:
-        part.part_head(model)
+        part.part_head(model, in_blocks=in_blocks)
     elif config.tie_word_embeddings:
         _tie(model)
     named = {ours: theirs for theirs, ours in places.items()}

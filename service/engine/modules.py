@@ -4,12 +4,10 @@ not compute the same (`decoder.py`). Also defines linear layers and embeddings t
 Legend: rows = tokens of one forward, hidden = the model's width, dim = head_dim.
 """
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from types import MappingProxyType
 from typing import Any, get_args
 
 import torch
@@ -18,7 +16,6 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
-from drafters.network.checkpoint import even_sample
 from kernels.experts import Experts, QuantisedStack, StackedWeight, plan_experts
 from kernels.layers import GateForm, Product, QuantisedWeight, Weight, gate_mul
 from kernels.ops import Ops
@@ -28,8 +25,6 @@ from service.engine.kv_pool import KVPool, LayerKV
 from service.errors import StartupError
 
 ATTENTION_NAME = "adaptree"
-SAMPLES = 64
-"""Values of a weight that its fingerprint samples, at least."""
 
 
 LayerForms = list[tuple[int, AttentionForm]]
@@ -368,19 +363,3 @@ def replace_linears(model: nn.Module, table: Ops) -> int:
             setattr(parent, name, planned)
             count += 1
     return count
-
-
-def weights_fingerprint(
-    model: PreTrainedModel, of_whole: Mapping[str, tuple[tuple[int, ...], Tensor]] = MappingProxyType({})
-) -> str:
-    """Hash the name, shape, dtype and evenly spaced sample values of every parameter. `of_whole`: shapes and samples of
-    those that are held in part."""
-    digest, weights = hashlib.sha256(), weights_of(model)
-    in_blocks = any(isinstance(weight, QuantisedWeight | QuantisedStack) for weight in weights.values())
-    for name, weight in sorted((weights if in_blocks else model.state_dict()).items()):
-        parts = weight.weights if isinstance(weight, QuantisedStack) else [weight]
-        own = tuple(weight.shape), torch.cat([even_sample(part, -(-SAMPLES // len(parts))) for part in parts])
-        shape, sample = of_whole.get(name, own)
-        values = sample.double().cpu().numpy()  # planned transfer: at start
-        digest.update(f"{name} {shape} {weight.dtype}".encode() + values.tobytes())
-    return digest.hexdigest()[:16]

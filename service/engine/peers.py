@@ -59,8 +59,9 @@ class Peers:
         self.shard, self._others, self._ended = shard, others, ended
 
     def total(self, number: int) -> int:
-        """Add up a number of each process."""
-        return int(self.added(torch.tensor([number])))  # planned transfer: at start and while idle
+        """Add up a number of each process. Raises PeerLost."""
+        with self.guarded():
+            return int(self.added(torch.tensor([number])))  # planned transfer: at start and while idle
 
     def added(self, sums: Tensor) -> Tensor:
         """Add values of neighbours, then of neighbouring pairs: each addition is the same on both sides. See
@@ -72,23 +73,25 @@ class Peers:
 
     def _exchanged(self, own: Tensor, rank: int) -> Tensor:
         """Send values to another process, which sends as many. # [...] -> like own"""
-        theirs, other = torch.empty_like(own), self._others[rank]
         waits = own.nbytes > _AT_ONCE and self.shard.rank > rank  # else both could wait for the other to read
-        with self._telling_losses():
-            if not waits:
-                other.send_bytes(_bytes_of(own))
-            other.recv_bytes_into(_bytes_of(theirs))
-            if waits:
-                other.send_bytes(_bytes_of(own))
+        if not waits:
+            self._others[rank].send_bytes(_bytes_of(own))
+        theirs = self._received(torch.empty_like(own), rank)
+        if waits:
+            self._others[rank].send_bytes(_bytes_of(own))
         return theirs
+
+    def _received(self, values: Tensor, rank: int) -> Tensor:
+        """Read values into a tensor. # [...] -> values"""
+        if self._others[rank].recv_bytes_into(_bytes_of(values)) != values.nbytes:
+            raise OSError("the processes are not at the same place of a forward")
+        return values
 
     def shared(self, values: Tensor) -> Tensor:
         """Give the leader's values to all, in place. # [...]"""
-        with self._telling_losses():
-            if self.shard.rank:
-                self._others[0].recv_bytes_into(_bytes_of(values))
-            else:
-                self._send(_bytes_of(values.contiguous()))
+        if self.shard.rank:
+            return self._received(values, 0)
+        self._send(_bytes_of(values.contiguous()))
         return values
 
     def joined(self, part: Tensor, columns: int) -> Tensor:
@@ -96,17 +99,16 @@ class Peers:
         # [rows, own columns] -> [rows, columns]"""
         if not part.shape[0]:
             return part.new_empty(0, columns)
-        with self._telling_losses():
-            if self.shard.rank:
-                self._others[0].send_bytes(_bytes_of(part.contiguous()))
-                return part
-            others = [bytearray(self._others[rank].recv_bytes()) for rank in range(1, self.shard.size)]
+        if self.shard.rank:
+            self._others[0].send_bytes(_bytes_of(part.contiguous()))
+            return part
+        others = [bytearray(self._others[rank].recv_bytes()) for rank in range(1, self.shard.size)]
         values = (torch.frombuffer(theirs, dtype=part.dtype) for theirs in others)
         return torch.cat([part, *(own.view(part.shape[0], -1) for own in values)], dim=1)
 
     def say(self, text: str = "") -> str:
-        """Return the leader's text on all processes."""
-        with self._telling_losses():
+        """Return the leader's text on all processes. Raises PeerLost."""
+        with self.guarded():
             if self.shard.rank:
                 return self._others[0].recv_bytes().decode()
             self._send(text.encode())
@@ -133,8 +135,7 @@ class Peers:
             *(used, none if pool.window_of is None else pool.window_of[used]),
         ]
         numbers = [pool.num_slots, pool.num_places or 0, whole, *(part.numel() for part in parts)]
-        with self._telling_losses():
-            self._send(_bytes_of(torch.cat([torch.tensor(numbers), *(part.flatten() for part in parts)])))
+        self._send(_bytes_of(torch.cat([torch.tensor(numbers), *(part.flatten() for part in parts)])))
 
     def heard(self) -> Iterator[SharedForward]:
         """Yield the leader's forwards until it ends. Each must be computed before the next is heard."""
@@ -157,25 +158,26 @@ class Peers:
             yield SharedForward(*pool, (used, places), rows, slots, logit_rows, lines.view(count, -1))
 
     @contextmanager
-    def _telling_losses(self) -> Iterator[None]:
-        """Turn errors of a connection in this context into PeerLost, after which the other processes end, too."""
+    def guarded(self) -> Iterator[None]:
+        """Turn an error in this context into PeerLost, and end the other processes, which cannot know where to go on.
+        Does nothing where this process is alone."""
         try:
             yield
-        except (OSError, EOFError) as error:
+        except Exception as error:
+            if self.shard.size == 1:
+                raise
             self.close()
-            raise PeerLost(f"a process that shares the model has ended or does not answer: {error!r}") from error
+            raise PeerLost(f"a process that shares the model does not answer, or this one failed: {error!r}") from error
 
     def wait_at_most(self, seconds: int) -> None:
         """Raise PeerLost from now on if another process does not read or answer a message for so long."""
         for other in self._others.values():
-            with socket.socket(fileno=os.dup(other.fileno())) as same:
-                for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
-                    same.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", seconds, 0))
+            set_patience(other, seconds)
 
     def beat(self) -> None:
         """Ask whether all processes answer. Raises PeerLost."""
         if not self.shard.rank and self._others:
-            with self._telling_losses():
+            with self.guarded():
                 self._send(_BEAT)
             self.total(0)
 
@@ -195,6 +197,13 @@ class Peers:
 
 
 ALONE = Peers()
+
+
+def set_patience(other: Connection, seconds: int) -> None:
+    """Let reads and writes of a connection fail after so long; 0: never."""
+    with socket.socket(fileno=os.dup(other.fileno())) as same:
+        for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+            same.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", seconds, 0))
 
 
 def _words(flags: Tensor) -> Tensor:

@@ -7,26 +7,33 @@ Where parts end is defined in `kernels.pieces`, so that 1, 2, 4 or 8 devices com
 
 import hashlib
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import reduce
 from math import lcm, prod
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
+from huggingface_hub import snapshot_download
 from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from drafters.network.checkpoint import even_sample
+from kernels.experts import QuantisedStack
 from kernels.families import FAMILIES, spec_of
-from kernels.layers import COLUMNS, Weight, rows_of
+from kernels.layers import COLUMNS, QuantisedWeight, Weight, rows_of
 from kernels.pieces import NUM_PIECES, TensorShard, pieces_of
 from kernels.specs import AttentionSpec, LayerSpec, ModelSpec
-from service.engine.modules import SAMPLES, QuantisedLinear, matrix_of
+from service.engine.checks import refuse_incomplete, refuse_odd_tensors
+from service.engine.modules import QuantisedLinear, empty_model, matrix_of, weights_of
 from service.errors import StartupError
 
+SAMPLES = 64
+"""Values of a weight that its fingerprint samples, at least."""
+_FILES = "model*.safetensors"
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 Range = tuple[int, tuple[slice, ...]]
@@ -120,23 +127,14 @@ class ModelShard:
             output, down = names["self_attn.o_proj.weight"], names["mlp.down_proj.weight"]
             units, inner = (unit_of(output), unit_of(down)), model.get_parameter(down).shape[1]
             self.layers.append(LayerShard.of(own, inner, units, self.shard))
-        if any(part.start == part.stop for layer in self.layers for part in (layer.own, layer.inner)):
+        parts = [self.vocab, *(part for layer in self.layers for part in (layer.own, layer.inner))]
+        if any(part.start == part.stop for part in parts):
             raise StartupError(f"a layer has too few heads or columns for {self.shard.size} devices: {_ONE}")
 
     @property
     def vocab(self) -> slice:
         """Rows of the output layer that the device has."""
         return self.shard.span(pieces_of(self.vocab_size, COLUMNS))
-
-    @property
-    def query_heads(self) -> int:
-        """Query heads that the device computes, the most of a layer."""
-        return max(layer.attention.query_heads for layer in self.layers)
-
-    @property
-    def kv_heads(self) -> list[int]:
-        """Key heads of the device, by layer."""
-        return [layer.attention.kv_heads for layer in self.layers]
 
     @property
     def own_spec(self) -> ModelSpec:
@@ -163,21 +161,24 @@ class ModelShard:
         rows, number = (places // width).unique(return_inverse=True)
         self.samples[name] = shape, read(rows).view(len(rows), width)[number, places % width]
 
-    def part_head(self, model: PreTrainedModel) -> None:
-        """Give a tied output layer its own part of the embedding."""
+    def part_head(self, model: PreTrainedModel, *, in_blocks: bool = False) -> None:
+        """Give a tied output layer its own part of the embedding. `in_blocks`: as in `load_gguf`. Raises StartupError
+        for quantised embeddings that cannot be parted."""
         if not self.tied:
             return
         weight = matrix_of(model.get_input_embeddings())
         if self.shard.rank == 0:
+            if not isinstance(weight, Tensor) and self.vocab_size % COLUMNS:
+                raise StartupError(f"the tied embedding has {self.vocab_size} rows, no whole groups of 32: {_ONE}")
             self.samples[HEAD] = tuple(weight.shape), even_sample(weight, SAMPLES)
             weight = rows_of(weight, torch.arange(self.vocab.start, self.vocab.stop))
-        model.set_output_embeddings(_linear(weight))
+        model.set_output_embeddings(_linear(weight, listed=not in_blocks))
 
     def digest(self) -> str:
         """Hash of what all devices must have noted alike."""
         found = hashlib.sha256()
         for name, (shape, values) in sorted(self.samples.items()):
-            if name not in (EMBEDDING, HEAD):
+            if name != EMBEDDING and not (self.tied and name == HEAD):
                 found.update(f"{name} {shape}".encode() + values.double().cpu().numpy().tobytes())
         return found.hexdigest()
 
@@ -207,33 +208,36 @@ def shared_spec(config: PreTrainedConfig, size: int) -> ModelSpec:
 _ONE = "set tensor_parallel to 1"
 
 
-def _linear(weight: Weight) -> nn.Module:
-    """A layer that holds this weight. # weight [out, in]"""
+def _linear(weight: Weight, *, listed: bool) -> nn.Module:
+    """A layer that holds this weight. `listed`: as a parameter, for the fingerprint of one process, which lists a tied
+    weight once where others are in blocks. # weight [out, in]"""
     if not isinstance(weight, Tensor):
         return QuantisedLinear(weight, None)
     held = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
-    held.weight = nn.Parameter(weight, requires_grad=False)
+    del held.weight
+    held.weight = nn.Parameter(weight, requires_grad=False) if listed else weight.detach()
     return held
 
 
 def load_safetensors(
-    folder: Path, model: PreTrainedModel, part: ModelShard, renamed: Mapping[str, str]
-) -> Mapping[str, Collection[object]]:
-    """Read a device's part of a model without weights from the safetensors files of a folder. `renamed`: patterns in
-    the names of the files' tensors, and what the model calls them. Returns what is missing, unexpected or of another
-    shape, as transformers reports it."""
-
-    def named(key: str) -> str:
-        return reduce(lambda name, pattern: re.sub(pattern, renamed[pattern], name), renamed, key)
-
+    source: str, revision: str, config: PreTrainedConfig, dtype: torch.dtype, part: ModelShard, names: Mapping[str, str]
+) -> PreTrainedModel:
+    """Load a device's part of the safetensors files of a folder or of the hub. `names`: patterns in the names of the
+    files' tensors, and what the model calls them. Raises StartupError."""
+    folder = Path(source)
+    if not folder.is_dir():
+        folder = Path(snapshot_download(source, revision=revision, allow_patterns=[_FILES, "*.json"]))
+    refuse_odd_tensors(folder)
+    model = empty_model(config, dtype)
     part.plan(model, lambda name: COLUMNS)
     shapes = {name: tuple(value.shape) for name, value in model.named_parameters()}
     found, others, odd = set[str](), list[str](), list[tuple[str, object, object]]()
-    for file in sorted(folder.glob("*.safetensors")):
+    for file in sorted(folder.glob(_FILES)):
         with safe_open(file, "pt") as opened:
             for key in opened.keys():  # noqa: SIM118 - it is no mapping
+                name = reduce(lambda name, pattern: re.sub(pattern, names[pattern], name), names, key)
                 tensor = opened.get_slice(key)
-                name, shape = named(key), tuple(tensor.get_shape())
+                shape = tuple(tensor.get_shape())
                 if name == HEAD and part.tied:
                     raise StartupError(
                         f"the files contain {HEAD}, but config.json ties it to the embedding: set tie_word_embeddings "
@@ -246,19 +250,37 @@ def load_safetensors(
                 else:
                     found.add(name)
                     place, _, parameter = name.rpartition(".")
-                    value = _read(tensor, part, name, shape).to(model.dtype)
+                    value = _read(tensor, part, name, model.dtype)
                     setattr(model.get_submodule(place), parameter, nn.Parameter(value, requires_grad=False))
     part.part_head(model)
     missing = shapes.keys() - found - ({HEAD} if part.tied else set())
-    return {"missing_keys": missing, "unexpected_keys": others, "mismatched_keys": odd}
+    refuse_incomplete({"missing_keys": missing, "unexpected_keys": others, "mismatched_keys": odd}, config)
+    return model
 
 
-def _read(tensor: Any, part: ModelShard, name: str, shape: tuple[int, ...]) -> Tensor:
-    """Read the part of a tensor that the device has. `tensor`: a slice of safetensors."""
+def _read(tensor: Any, part: ModelShard, name: str, dtype: torch.dtype) -> Tensor:
+    """Read the part of a tensor that the device has, in this type. `tensor`: a slice of safetensors."""
     own = part.range_of(name)
     if own is None:
-        whole: Tensor = tensor[:]
+        whole: Tensor = tensor[:].to(dtype)
         return whole
-    part.note(name, shape, lambda rows: torch.stack([tensor[row] for row in rows.tolist()]))
+    shape = tuple(tensor.get_shape())
+    part.note(name, shape, lambda rows: torch.stack([tensor[row] for row in rows.tolist()]).to(dtype))
     dim, ranges = own
-    return torch.cat([tensor[one] if dim == 0 else tensor[:, one] for one in ranges])
+    return torch.cat([tensor[one] if dim == 0 else tensor[:, one] for one in ranges]).to(dtype)
+
+
+def weights_fingerprint(
+    model: PreTrainedModel, of_whole: Mapping[str, tuple[tuple[int, ...], Tensor]] = MappingProxyType({})
+) -> str:
+    """Hash the name, shape, dtype and evenly spaced sample values of every parameter. `of_whole`: shapes and samples of
+    those that are held in part."""
+    digest, weights = hashlib.sha256(), weights_of(model)
+    in_blocks = any(isinstance(weight, QuantisedWeight | QuantisedStack) for weight in weights.values())
+    for name, weight in sorted((weights if in_blocks else model.state_dict()).items()):
+        parts = weight.weights if isinstance(weight, QuantisedStack) else [weight]
+        own = tuple(weight.shape), torch.cat([even_sample(part, -(-SAMPLES // len(parts))) for part in parts])
+        shape, sample = of_whole.get(name, own)
+        values = sample.double().cpu().numpy()  # planned transfer: at start
+        digest.update(f"{name} {shape} {weight.dtype}".encode() + values.tobytes())
+    return digest.hexdigest()[:16]

@@ -58,7 +58,8 @@ class Target:
         self.pool = pool
         self.device = model.device
         text = model.config.get_text_config()
-        self.query_heads: int = text.num_attention_heads if part is None else part.query_heads
+        spec = None if part is None else part.own_spec
+        self.query_heads: int = text.num_attention_heads if spec is None else spec.attending[0].query_heads
         self.vocab_size: int = text.vocab_size
         table = ops.on(self.device).in_8_bits() if in_8_bits else ops.on(self.device)
         self._plan_attention = planner_of(table, self.query_heads)
@@ -124,9 +125,10 @@ class Target:
     ) -> TargetOutput:
         """Run the model on flattened rows, eagerly; this is the part of a forward that is captured.
         # tokens, slots [rows]; logit_rows [logits]; slot_table [sequences, positions]; all int64"""
-        self.peers.tell(self.pool, attention, slots, logit_rows, slot_table)
-        groups = self.pool.groups(attention, slots, slot_table, self._plan_attention)
-        logits, tapped = self._layers(tokens, attention.positions, groups, logit_rows, self.pool, features, states)
+        with self.peers.guarded():
+            self.peers.tell(self.pool, attention, slots, logit_rows, slot_table)
+            groups = self.pool.groups(attention, slots, slot_table, self._plan_attention)
+            logits, tapped = self._layers(tokens, attention.positions, groups, logit_rows, self.pool, features, states)
         if self._no_tokens is not None:
             logits.index_fill_(1, self._no_tokens, -math.inf)
         return TargetOutput(logits, tapped)

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from huggingface_hub import snapshot_download
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from torch import Tensor, nn
@@ -42,20 +41,10 @@ from service.engine.gguf_file import load_gguf
 from service.engine.gguf_reader import GGUFFile, open_gguf
 from service.engine.gguf_tokenizer import tokenizer_of
 from service.engine.kv_pool import KVShape, LayerKV
-from service.engine.modules import (
-    ATTENTION_NAME,
-    empty_model,
-    is_experts,
-    keeps_blocks,
-    last_norm,
-    matrix_of,
-    num_bytes,
-    weights_fingerprint,
-    weights_of,
-)
+from service.engine.modules import ATTENTION_NAME, is_experts, keeps_blocks, last_norm, matrix_of, num_bytes, weights_of
 from service.engine.mxfp4 import keep_experts, with_blocks
 from service.engine.peers import ALONE, Peers
-from service.engine.shards import ModelShard, load_safetensors
+from service.engine.shards import ModelShard, load_safetensors, weights_fingerprint
 from service.engine.states import StateShape
 from service.errors import StartupError
 
@@ -71,7 +60,6 @@ _READ_AS = {"mimo": "qwen2"}
 """Model types that are loaded as another one with the same layers; their additional weights belong to a drafter
 (drafters/trained)."""
 _OF_THE_FAMILY = ("model_type", "architectures", "auto_map", "attention_bias")  # fields that are not copied
-_SAFETENSORS = ["*.safetensors", "*.json"]
 _TEXT_NAMES = {r"^language_model\.lm_head": "lm_head", r"^(?:model\.)?(?:language|text)_model\.(?:model\.)?": "model."}
 """How files of multimodal models name the weights of their text model, and how the text model itself names them."""
 
@@ -189,7 +177,8 @@ def load_weights(
         if described.file is not None:
             model = load_gguf(described.file, described.config, dtype, ATTENTION_NAME, in_blocks=in_blocks, part=part)
         elif part is not None:
-            model = _part_of_folder(described, dtype, part)
+            where = resolve(described.name), described.revision
+            model = load_safetensors(*where, described.config, dtype, part, _TEXT_NAMES)
         else:
             source = resolve(described.name)
             model = _from_folder(source, described.config, dtype, described.revision, in_blocks=in_blocks)
@@ -236,17 +225,6 @@ def _from_folder(
     refuse_incomplete(report, config)
     keep_experts(model)
     return cast(PreTrainedModel, model)
-
-
-def _part_of_folder(described: Described, dtype: torch.dtype, part: ModelShard) -> PreTrainedModel:
-    """Load a device's part of safetensors."""
-    source = Path(resolve(described.name))
-    if not source.is_dir():
-        source = Path(snapshot_download(described.name, revision=described.revision, allow_patterns=_SAFETENSORS))
-    refuse_odd_tensors(source)
-    model = empty_model(described.config, dtype)
-    refuse_incomplete(load_safetensors(source, model, part, _TEXT_NAMES), described.config)
-    return model
 
 
 def target_config(name: str, *, revision: str | None) -> dict[str, Any]:
@@ -363,8 +341,8 @@ def kv_shape(model: PreTrainedModel, part: ModelShard | None = None) -> KVShape:
     config = model.config.get_text_config()
     shape = KVShape(kv_layers(config), model.dtype)
     if part is not None:
-        heads = zip(shape.attending, part.kv_heads, strict=True)
-        shape = KVShape(tuple(replace(layer, kv_heads=own) for layer, own in heads), shape.dtype)
+        heads = zip(shape.attending, part.own_spec.attending, strict=True)
+        shape = KVShape(tuple(replace(layer, kv_heads=own.kv_heads) for layer, own in heads), shape.dtype)
     head_dim = max((layer.dim for layer in shape.attending), default=0)
     if model.device.type == "cpu" and library.variant() is not None and head_dim > library.MOST_DIM:
         raise StartupError(

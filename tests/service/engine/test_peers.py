@@ -143,6 +143,10 @@ def test_so_it_does_in_bfloat16(family: str, tmp_path: Path) -> None:
     assert_shared(str(folder), torch.bfloat16, sizes=(4,))
 
 
+def test_a_file_in_another_type_has_the_fingerprint_of_one_process(tmp_path: Path) -> None:
+    assert_shared(str(tiny_model("gemma", tmp_path, **WIDE)), torch.bfloat16, sizes=(2,))
+
+
 def test_layers_with_a_window_keep_fewer_places(tmp_path: Path) -> None:
     assert_shared(str(tiny_model("gemma3", tmp_path, **WIDE)), sizes=(2,), num_places=150)
 
@@ -189,7 +193,7 @@ def test_a_process_that_has_ended_is_told_at_once(tmp_path: Path) -> None:
     def lose(target: Target) -> None:
         for other in target.peers._others.values():
             other.close()
-        with pytest.raises(PeerLost, match="has ended"):
+        with pytest.raises(PeerLost, match="does not answer"):
             texts(target)
 
     shared(str(tiny_model("llama", tmp_path, **WIDE)), 2, lose)

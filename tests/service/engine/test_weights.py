@@ -10,7 +10,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, T5Config, T5ForConditionalGeneration
 
 from service.engine.kv_pool import KVShape, LayerKV
-from service.engine.modules import weights_fingerprint
+from service.engine.shards import weights_fingerprint
 from service.engine.weights import (
     EMBEDDED_NAME,
     describe,
