@@ -15,7 +15,7 @@ OUTSIDE_KERNELS = modules("service", "adaptation", "drafters")
 CODE_LINES = {
     "product": (PRODUCT, 34_697),
     BENCHMARKS: (modules(BENCHMARKS), 5_768),
-    "tests": (modules("tests"), 39_700),
+    "tests": (modules("tests"), 39_760),
 }
 """At most so many lines of code (no blank lines, comments, docstrings) in these files."""
 NUM_FILES = 244
