@@ -25,11 +25,12 @@ NUM_STREAMS = 20
 CLIENTS = 4
 
 
-@pytest.fixture(scope="module")
-def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OnRay]:
+@pytest.fixture(scope="module", params=[1, 2], ids=["one process", "two processes"])
+def running(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[OnRay]:
+    """`param`: processes of each replica that share its model."""
     folder = tmp_path_factory.mktemp("ray")
-    model = save_two_layers(folder / "model")
-    settings = served_by(model, drafter="memory", max_model_len=512, state_dir=str(folder / "state"))
+    model, state = save_two_layers(folder / "model", hidden_size=128), str(folder / "state")
+    settings = served_by(model, drafter="memory", max_model_len=512, state_dir=state, tensor_parallel=request.param)
     python = python_environment(HERE / "ray.txt") / "bin" / "python"
     # Ray alone comes from the environment; everything else is what the other tests run with.
     paths = os.pathsep.join([str(HERE.parents[1]), *site.getsitepackages()])
