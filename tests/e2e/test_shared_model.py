@@ -16,7 +16,7 @@ import pytest
 from benchmarks.fleets import Processes, processes
 from benchmarks.streams import Received
 from kernels.cpu import library
-from service.bench.servers import Process, Servers
+from service.bench.servers import PATIENCE_SECONDS, Process, Servers
 from service.config import ServiceConfig
 from tests.e2e.test_ingress import streams_while_one_is_killed
 from tests.service.bench.parts import save_two_layers
@@ -87,9 +87,9 @@ def test_two_processes_answer_as_one(servers: Servers) -> None:
 
 
 def test_a_follower_that_cannot_load_ends_the_start(servers: Servers) -> None:
-    server = servers.begin("broken", tensor_parallel=8)
-    assert server.running.wait(60) == 2
-    assert "too few heads or columns for 8 devices" in server.log.read_text()
+    server = servers.begin("broken", tensor_parallel=4)
+    assert server.running.wait(PATIENCE_SECONDS) == 2
+    assert "too few heads or columns for 4 devices" in server.log.read_text()
 
 
 def test_followers_end_with_a_leader_that_is_killed(servers: Servers) -> None:
