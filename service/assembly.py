@@ -22,6 +22,7 @@ from kernels import ops
 from kernels.cpu import library
 from kernels.cpu.library import return_large_buffers, use_threads
 from kernels.graph_runner import capture_for
+from kernels.pieces import NUM_PIECES
 from service import __version__
 from service.config import ServiceConfig, check_writable
 from service.drafter import (
@@ -82,7 +83,7 @@ class Assembly:
         same_bits = self.loaded.is_quantised and not self.loaded.has_experts and self.target.runs_by_ops
         if same_bits and kernels != "torch":
             kernels = platform.machine()  # torch's results depend on the width of its vectors
-        layout = f"{torch.get_num_threads()} {kernels}"
+        layout = f"{torch.get_num_threads()} {kernels} {1 if self.target.device.type == 'cuda' else NUM_PIECES}"
         parts = f"{self.loaded.fingerprint} {self.loaded.dtype_name} {self.numerics} {layout}"
         return "fp_" + hashlib.sha256(parts.encode()).hexdigest()[:12]
 
