@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -64,9 +65,15 @@ def even_sample(weight: Weight, count: int) -> Tensor:
     elements if there are fewer. # -> [elements]"""
     if isinstance(weight, Tensor):
         return weight.detach().reshape(-1)[:: max(1, weight.numel() // count)]
-    rows, columns = weight.shape
-    places = torch.arange(0, rows * columns, max(1, rows * columns // count))
-    return weight.lookup(places // columns).gather(1, (places % columns)[:, None])[:, 0]
+    return even_sample_of(tuple(weight.shape), count, weight.lookup)
+
+
+def even_sample_of(shape: tuple[int, ...], count: int, read: Callable[[Tensor], Tensor]) -> Tensor:
+    """The same of a weight whose rows are read one by one. `read`: rows [rows] int64 -> [rows, ...].
+    # -> [elements]"""
+    width, places = prod(shape[1:]), torch.arange(0, prod(shape), max(1, prod(shape) // count))
+    rows, number = (places // width).unique(return_inverse=True)
+    return read(rows).view(len(rows), width)[number, places % width]
 
 
 def identity_of(embedding: Weight, config: Mapping[str, Any]) -> str:

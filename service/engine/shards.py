@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import reduce
-from math import lcm, prod
+from math import lcm
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -21,7 +21,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from drafters.network.checkpoint import even_sample
+from drafters.network.checkpoint import even_sample, even_sample_of
 from kernels.experts import QuantisedStack
 from kernels.families import FAMILIES, spec_of
 from kernels.layers import COLUMNS, QuantisedWeight, Weight, rows_of
@@ -156,10 +156,7 @@ class ModelShard:
     def note(self, name: str, shape: tuple[int, ...], read: Callable[[Tensor], Tensor]) -> None:
         """Note a sample of a whole weight, of which only a part is loaded; see `even_sample`. `read`: reads rows of it,
         [rows] int64 -> [rows, ...]."""
-        width = shape[-1] if len(shape) > 1 else 1
-        places = torch.arange(0, prod(shape), max(1, prod(shape) // SAMPLES))
-        rows, number = (places // width).unique(return_inverse=True)
-        self.samples[name] = shape, read(rows).view(len(rows), width)[number, places % width]
+        self.samples[name] = shape, even_sample_of(shape, SAMPLES, read)
 
     def part_head(self, model: PreTrainedModel, *, in_blocks: bool = False) -> None:
         """Give a tied output layer its own part of the embedding. `in_blocks`: as in `load_gguf`. Raises StartupError

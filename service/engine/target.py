@@ -58,8 +58,7 @@ class Target:
         self.pool = pool
         self.device = model.device
         text = model.config.get_text_config()
-        spec = None if part is None else part.own_spec
-        self.query_heads: int = text.num_attention_heads if spec is None else spec.attending[0].query_heads
+        self.query_heads: int = part.own_spec.attending[0].query_heads if part else text.num_attention_heads
         self.vocab_size: int = text.vocab_size
         table = ops.on(self.device).in_8_bits() if in_8_bits else ops.on(self.device)
         self._plan_attention = planner_of(table, self.query_heads)

@@ -136,6 +136,7 @@ class EngineThread:
         while not self._stopping and not (self._draining and self._engine.idle and self._inbox.empty()):
             if not self._read_inbox(wait=self._engine.idle and not self._draining):
                 self._engine.target.peers.beat()
+                continue
             output = EngineOutput([], [], None) if self._stopping else self._engine.step(deliver)
             if output.stats is not None or output.finished:
                 self._report(output)

@@ -270,10 +270,9 @@ def _parts(model: PreTrainedModel, *, keeps_head: bool, part: ModelShard | None)
     """Collect the target's parts that a drafter shares. `keeps_head`: keep an untied head even on a CPU, where it costs
     memory, because the kernels hold a second copy in their own layout; `part`: if the head is shared by devices."""
     table, head = _embedding_and_head(model)
-    if part is not None:
-        head = table if part.tied else head
     stays = keeps_head or not isinstance(head, Tensor) or head.device.type != "cpu"
-    kept_head = head if head is table or (stays and part is None) else None
+    tied = head is table if part is None else part.tied
+    kept_head = table if tied else head if stays and part is None else None
     text = model.config.get_text_config().to_dict()
     norm = last_norm(model).get_parameter("weight") if has_standard_layers(model) else None
     return TargetParts(_identity(model), table, kept_head, norm, text, completed)

@@ -3,7 +3,6 @@ with trees, windows, several sequences and other pools. The processes are thread
 
 import json
 import threading
-import time
 from collections.abc import Callable
 from itertools import combinations
 from multiprocessing.connection import Pipe
@@ -19,6 +18,7 @@ from drafters.tree import DraftTree
 from kernels.cpu import library
 from kernels.pieces import TensorShard
 from kernels.rows import ExtendRows
+from service.bench.servers import came_true
 from service.drafter import make_drafter
 from service.engine import thread
 from service.engine.budget import FixedBudget
@@ -238,8 +238,7 @@ def test_an_idle_engine_looks_whether_all_answer(tmp_path: Path, monkeypatch: py
         assert ended.wait(10)
         for other in target.peers._others.values():
             other.close()
-        while engine.failure is None:
-            time.sleep(0.01)
+        assert came_true(lambda: engine.failure is not None)
         assert isinstance(engine.failure, PeerLost)
         return len(beats)
 
