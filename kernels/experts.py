@@ -2,8 +2,9 @@
 
     y = sum_e w_e down_e(gate(gate_up_e x)), over the row's chosen experts e
 
-The sum is added up in float32, in the order of the experts' numbers, and rounded once, so that a row's bits do not
-depend on the other rows of a forward.
+The sum is added up in float32 and rounded once. Its pieces (`kernels.pieces`) are eighths of the experts; within a
+piece experts are added in the order of their numbers, so that a row's bits do not depend on the other rows of a
+forward, nor on the number of devices that share the experts.
 
 Legend: rows = positions of one forward, experts = experts of a layer, chosen = experts of a row, in, out = widths of a
 product, width = an expert's intermediate width.
@@ -12,15 +13,17 @@ product, width = an expert's intermediate width.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from kernels.layers import GateForm, Product, QuantisedWeight, gate_mul, plan_linear
+from kernels.pieces import Devices, Pieces, added, finished, pieces_of
 
 Experts = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""x [rows, in], indices [rows, chosen] int64, weights [rows, chosen] float32 -> [rows, out], in the type of x."""
+"""x [rows, in], indices [rows, chosen] int64, weights [rows, chosen] float32 -> [rows, out], in the type of x, or in
+float32 if they are a part of a layer's experts; then the numbers of others are negative or beyond theirs."""
 
 
 class Router(NamedTuple):
@@ -100,12 +103,18 @@ def _best(ranks: Tensor, count: int) -> Tensor:
 
 
 def plan_experts(
-    gate_up: StackedWeight, down: StackedWeight, gate_up_bias: Tensor | None, down_bias: Tensor | None, gate: GateForm
+    gate_up: StackedWeight,
+    down: StackedWeight,
+    gate_up_bias: Tensor | None,
+    down_bias: Tensor | None,
+    gate: GateForm,
+    pieces: Pieces | None = None,
 ) -> Experts:
-    """Plan the feed-forward of all experts. # gate_up [experts, 2 * width, in], gate before up; down [experts, out,
-    width]; gate_up_bias [experts, 2 * width]; down_bias [experts, out]"""
+    """Plan the feed-forward of all experts, or of a part of them. `pieces`: of the sum over these experts; None: those
+    of all. # gate_up [experts, 2 * width, in], gate before up; down [experts, out, width]; gate_up_bias
+    [experts, 2 * width]; down_bias [experts, out]"""
     planned = [*zip(_plans(gate_up, gate_up_bias), _plans(down, down_bias), strict=True)]
-    return partial(_run, planned=planned, gate=gate, out=down.shape[1])
+    return partial(_run, planned=planned, gate=gate, out=down.shape[1], pieces=pieces or pieces_of(len(planned), 1))
 
 
 def _plans(stack: StackedWeight, bias: Tensor | None) -> list[Product]:
@@ -119,11 +128,31 @@ def _run(
     planned: Sequence[tuple[Product, Product]],
     gate: GateForm,
     out: int,
+    pieces: Pieces,
 ) -> Tensor:
     """# x [rows, in]; indices, weights [rows, chosen] -> [rows, out]"""
-    y = x.new_zeros(x.shape[0], out, dtype=torch.float32)
-    for expert in indices.unique().tolist():  # planned transfer; ascending
-        row, place = (indices == expert).nonzero(as_tuple=True)
-        gate_up, down = planned[expert]
-        y.index_add_(0, row, down(gate_mul(gate_up(x[row]), gate)).float() * weights[row, place, None])
-    return y.to(x.dtype)
+
+    present = indices.unique().tolist()  # planned transfer; ascending
+
+    def total(own: slice) -> Tensor:
+        y = x.new_zeros(x.shape[0], out, dtype=torch.float32)
+        for expert in (one for one in present if own.start <= one < own.stop):
+            row, place = (indices == expert).nonzero(as_tuple=True)
+            gate_up, down = planned[expert]
+            y.index_add_(0, row, down(gate_mul(gate_up(x[row]), gate)).float() * weights[row, place, None])
+        return y
+
+    y = added([*map(total, pieces.spans)])
+    return finished(y, None, x.dtype) if pieces.whole else y
+
+
+def plan_shared_experts(plan: Callable[..., Experts], gate_up: StackedWeight, *others: Any, of: Devices) -> Experts:
+    """Plan experts that several devices share. `plan`: op that plans the device's own ones; `others`: its further
+    arguments. # gate_up [own experts, 2 * width, in]"""
+    first, *ends = of.shard.ends(pieces_of(of.total(gate_up.shape[0]), 1))
+    experts = plan(gate_up, *others, Pieces((0, *(end - first for end in ends)), whole=False))
+
+    def run(x: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
+        return finished(of.added(experts(x, indices - first, weights)), None, x.dtype)
+
+    return run

@@ -6,7 +6,7 @@ are not in the table (noise for a drafter's candidates) are plain torch on every
 """
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
 from math import lcm
 from typing import Any
@@ -16,7 +16,14 @@ from torch import Tensor
 
 from kernels.cpu import library
 from kernels.entries import add_entries, place_entries, record_tokens, take_entries
-from kernels.experts import Experts, QuantisedStack, StackedWeight, choose_experts, plan_experts
+from kernels.experts import (
+    Experts,
+    QuantisedStack,
+    StackedWeight,
+    choose_experts,
+    plan_experts,
+    plan_shared_experts,
+)
 from kernels.joint_tree import add_text, grow_joint_tree, learn_committed
 from kernels.lattice import grow_lattice, plan_growth, rank_features, spread_classes
 from kernels.layers import (
@@ -94,13 +101,14 @@ class Ops:
         return self.plan_linear(weight, bias, pieces_of(weight.shape[1], _unit(weight, unit)))
 
     def shared_by(self, devices: Devices) -> "Ops":
-        """Return the same ops, except that `plan_row_product` multiplies by this device's columns of a weight, and adds
-        up the sums of all devices."""
+        """Return the same ops, except that `plan_row_product` multiplies by this device's columns of a weight, and
+        `plan_experts` runs its experts; they add up the sums of all devices."""
 
         def plan(weight: Weight, bias: Tensor | None, unit: int) -> Product:
             return plan_shared(self.plan_linear, weight, bias, _unit(weight, unit), devices)
 
-        return Ops(**{**vars(self), "plan_row_product": plan})
+        plan_experts = partial(plan_shared_experts, self.plan_experts, of=devices)
+        return Ops(**{**vars(self), "plan_row_product": plan, "plan_experts": plan_experts})
 
     def in_8_bits(self) -> "Ops":
         """Return the same ops, except that `plan_linear` and `plan_experts` quantise dense weights to 8 bits."""

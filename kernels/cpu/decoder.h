@@ -1,6 +1,7 @@
 // The structures of kernels/cpu/layers.py that describe whole decoder layers, and the function that runs them.
 #pragma once
 #include "ops.h"
+#include "pieces.h"
 
 constexpr int MOST_ROTARY = 3;  // rotary embeddings of a model, of which one may rotate nothing
 
@@ -41,6 +42,7 @@ template <class T>
 struct Experts {
     Stack<T> gate_up, down;
     int64_t count;
+    Cut cut;  // of the sum over experts
     Gate gate;
 };
 
@@ -90,8 +92,9 @@ void decode(const DecoderLayer<T>* layers, int64_t count, const Places<T>* at, T
 template <class T>
 void choose_experts(const Router* router, const T* logits, int64_t* indices, float* weights, int64_t rows);
 
-// y [rows, out] = the weighted sum of what a row's chosen experts make of it. `scratch` holds, for each row and chosen
-// expert, max(in, out) and three times the experts' width.
+// y [rows, out] = the weighted sum of what a row's chosen experts make of it, of type T or float; experts with other
+// numbers than these are another device's. `scratch` holds, for each row and chosen expert, max(in, out) and three times
+// the experts' width.
 template <class T>
-void experts(const Experts<T>* of, const T* x, const int64_t* indices, const float* weights, T* y, int64_t rows,
+void experts(const Experts<T>* of, const T* x, const int64_t* indices, const float* weights, void* y, int64_t rows,
              int64_t chosen, T* scratch);

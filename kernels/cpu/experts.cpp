@@ -85,44 +85,63 @@ void choose_experts(const Router* router, const T* logits, int64_t* indices, flo
     });
 }
 
+// Sums up what a row's experts made of LANES columns, by pieces. `from`: their lines of `parts`, -1 of other devices'.
 template <class T>
-void experts(const Experts<T>* of, const T* x, const int64_t* indices, const float* weights, T* y, int64_t rows,
+Vec add_pieces(const Cut& cut, const int64_t* indices, const int64_t* from, const float* weights, int64_t chosen,
+               const T* parts, int64_t out, int64_t columns) {
+    Vec kept[Cut::MOST_LEVELS][1];
+    int64_t one = 0;
+    while (one < chosen && indices[one] < 0) one++;
+    for (int piece = 0; piece < cut.count; piece++) {
+        Vec sum{};
+        for (; one < chosen && indices[one] < cut.ends[piece + 1]; one++)
+            sum = fused(splat(weights[one]), load_end(parts + from[one] * out, columns), sum);
+        keep(kept, &sum, piece);
+    }
+    return kept[cut.levels()][0];
+}
+
+template <class T>
+void experts(const Experts<T>* of, const T* x, const int64_t* indices, const float* weights, void* y, int64_t rows,
              int64_t chosen, T* scratch) {
     static thread_local std::vector<int64_t> first, place;  // sorted rows of each expert; where a row's experts have it
     static thread_local std::vector<Group> up, down;
-    const int64_t pairs = rows * chosen, in = of->gate_up.in, width = of->down.in, out = of->down.out;
-    first.assign(size_t(of->count + 1), 0), place.resize(size_t(pairs)), up.clear(), down.clear();
-    for (int64_t i = 0; i < pairs; i++) first[size_t(indices[i] + 1)]++;
-    for (int64_t expert = 0; expert < of->count; expert++) {
-        const int64_t begin = first[size_t(expert)], count = first[size_t(expert + 1)];
+    const int64_t pairs = rows * chosen, in = of->gate_up.in, width = of->down.in, out = of->down.out, count = of->count;
+    first.assign(size_t(count + 1), 0), place.assign(size_t(pairs), -1), up.clear(), down.clear();
+    const auto is_own = [=](int64_t expert) { return expert >= 0 && expert < count; };
+    for (int64_t i = 0; i < pairs; i++)
+        if (is_own(indices[i])) first[size_t(indices[i] + 1)]++;
+    for (int64_t expert = 0; expert < count; expert++) {
+        const int64_t begin = first[size_t(expert)], number = first[size_t(expert + 1)];
         first[size_t(expert + 1)] += begin;
-        if (!count) continue;
-        up.push_back(of->gate_up.group(expert, begin, count));
-        down.push_back(of->down.group(expert, begin, count));
+        if (!number) continue;
+        up.push_back(of->gate_up.group(expert, begin, number));
+        down.push_back(of->down.group(expert, begin, number));
     }
-    for (int64_t i = 0; i < pairs; i++) place[size_t(i)] = first[size_t(indices[i])]++;
+    const int64_t own = first[size_t(count)];
+    for (int64_t i = 0; i < pairs; i++)
+        if (is_own(indices[i])) place[size_t(i)] = first[size_t(indices[i])]++;
     const int64_t *places = place.data(), groups = int64_t(up.size());
-    T *sorted = scratch, *gated = sorted + pairs * std::max(in, out), *joined = gated + pairs * width;
-    for_each(pairs, pairs * in <= FEW,
-             [=](int64_t i) { memcpy(sorted + places[i] * in, x + i / chosen * in, size_t(in) * sizeof(T)); });
+    T *sorted = scratch, *gated = sorted + own * std::max(in, out), *joined = gated + own * width;
+    for_each(pairs, own * in <= FEW, [=](int64_t i) {
+        if (places[i] >= 0) memcpy(sorted + places[i] * in, x + i / chosen * in, size_t(in) * sizeof(T));
+    });
     of->gate_up(sorted, up.data(), groups, joined);
-    gate_mul(joined, gated, pairs, width, of->gate.activation, of->gate.limit);
+    gate_mul(joined, gated, own, width, of->gate.activation, of->gate.limit);
     of->down(gated, down.data(), groups, sorted);
-    for_each(rows, pairs * out <= FEW, [=](int64_t row) {
-        const int64_t* from = places + row * chosen;
+    for_each(rows, own * out <= FEW, [=](int64_t row) {
+        const int64_t at = row * chosen;
         for (int64_t i = 0; i < out; i += LANES) {
-            Vec sum{};
-            for (int64_t one = 0; one < chosen; one++)
-                sum = fused(splat(weights[row * chosen + one]), load_end(sorted + from[one] * out + i, out - i), sum);
-            store_end(y + row * out + i, sum, out - i);
+            const Vec sum = add_pieces(of->cut, indices + at, places + at, weights + at, chosen, sorted + i, out, out - i);
+            finish<T>(y, row * out + i, sum, nullptr, out - i, of->cut);
         }
     });
 }
 
 template void choose_experts(const Router*, const bf16*, int64_t*, float*, int64_t);
 template void choose_experts(const Router*, const float*, int64_t*, float*, int64_t);
-template void experts(const Experts<bf16>*, const bf16*, const int64_t*, const float*, bf16*, int64_t, int64_t, bf16*);
-template void experts(const Experts<float>*, const float*, const int64_t*, const float*, float*, int64_t, int64_t, float*);
+template void experts(const Experts<bf16>*, const bf16*, const int64_t*, const float*, void*, int64_t, int64_t, bf16*);
+template void experts(const Experts<float>*, const float*, const int64_t*, const float*, void*, int64_t, int64_t, float*);
 
 EXPORT_TYPES(choose_experts)
 EXPORT_TYPES(experts)

@@ -7,10 +7,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kernels.cpu.layers import ACTIVATIONS, OUTPUTS, PackedWeight, as_tensor
+from kernels.cpu.layers import ACTIVATIONS, OUTPUTS, PackedWeight, as_tensor, cut_words
 from kernels.cpu.library import CStruct, call, contiguous, function, weight_memory
 from kernels.experts import QuantisedStack, Router, StackedWeight
 from kernels.layers import GateForm
+from kernels.pieces import Pieces, pieces_of
 
 _SCORES = ("softmax", "sigmoid", "softmax_of_chosen")  # in the order of experts.cpp
 
@@ -46,11 +47,14 @@ class PackedExperts:
         gate_up_bias: Tensor | None,
         down_bias: Tensor | None,
         gate: GateForm,
+        pieces: Pieces | None = None,
     ) -> None:
         """Pack the weights. Raises ValueError for an odd number of input columns. # shapes as in the reference op"""
         (first, first_kept), (second, second_kept) = _packed(gate_up, gate_up_bias), _packed(down, down_bias)
-        numbers = gate_up.shape[0], ACTIVATIONS.index(gate.activation)
-        self.structure = CStruct(*first.words, *second.words, *numbers, floats=(gate.limit,))
+        cut, number = pieces or pieces_of(gate_up.shape[0], 1), gate_up.shape[0]
+        words = *first.words, *second.words, number, *cut_words(cut.ends, whole=cut.whole)
+        self.structure = CStruct(*words, ACTIVATIONS.index(gate.activation), floats=(gate.limit,))
+        self._of_parts = None if cut.whole else torch.float32
         """The C structure `Experts` of decoder.h."""
         self._kept, self.out = (first_kept, second_kept), down.shape[1]
         self.scratch = max(gate_up.shape[2], self.out) + 3 * down.shape[2]
@@ -59,7 +63,7 @@ class PackedExperts:
     def __call__(self, x: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
         """Run the chosen experts. # x [rows, in]; indices [rows, chosen] int64, weights float32 -> [rows, out]"""
         rows, chosen = indices.shape
-        y, scratch = x.new_empty(rows, self.out), x.new_empty(rows * chosen * self.scratch)
+        y, scratch = x.new_empty(rows, self.out, dtype=self._of_parts), x.new_empty(rows * chosen * self.scratch)
         given = contiguous(x, indices, weights)
         call("experts", self.structure, *given, y, rows, chosen, scratch, dtype=x.dtype)
         return y

@@ -27,7 +27,7 @@ from kernels.layers import (
     spans_projection,
 )
 from kernels.layers import plan_layers as op_by_op
-from kernels.pieces import Pieces
+from kernels.pieces import NUM_PIECES, Pieces
 from kernels.tree_attention import Attention
 
 if TYPE_CHECKING:  # an import at run time would be circular
@@ -61,7 +61,7 @@ class PackedLinear:
         self._of_parts = torch.float32 if pieces is not None and not pieces.whole else None
         if pieces is not None:
             ends = [end + self.missing * (end == sizes[0]) for end in pieces.ends]
-            weights, kept = as_tensor(CStruct(weights, len(ends) - 1, not pieces.whole, *ends)), (weights, kept)
+            weights, kept = as_tensor(CStruct(weights, *cut_words(ends, whole=pieces.whole))), (weights, kept)
             kernel = f"{kernel}_pieces"
         self._call = function(kernel, dtype)
         padding = 0, -self.out % OUTPUTS
@@ -81,6 +81,11 @@ class PackedLinear:
         y = x.new_empty(*x.shape[:-1], out, dtype=self._of_parts)
         self._call(x.data_ptr(), *self._addresses, y.data_ptr(), x.numel() // columns, columns, out)
         return y
+
+
+def cut_words(ends: Sequence[int], *, whole: bool) -> tuple[int, ...]:
+    """The fields of the C structure `Cut` (pieces.h) for the ends of up to 8 pieces; see `kernels.pieces.Pieces`."""
+    return len(ends) - 1, not whole, *ends, *[0] * (NUM_PIECES + 1 - len(ends))
 
 
 QUANTISED = "linear_quantised"

@@ -3,8 +3,8 @@ dequantised to the model's dtype."""
 
 import logging
 from collections import Counter
-from collections.abc import Collection, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from math import prod
 from pathlib import Path
@@ -67,7 +67,7 @@ def load_gguf(
     places = _places(architecture, model)
     if part is not None:
         part.plan(model, partial(_unit, file, {ours: theirs for theirs, ours in places.items()}, in_blocks))
-    elsewhere = _take_experts(model, file, counts, in_blocks) | set(LONG_FACTORS.values())
+    elsewhere = _take_experts(model, file, counts, in_blocks, part) | set(LONG_FACTORS.values())
     for name, tensor in tensors_of(file, config):
         if name in elsewhere or name.startswith(_unused(config)):
             continue
@@ -115,16 +115,19 @@ def _unused(config: PreTrainedConfig) -> tuple[str, ...]:
     return (*drafter, *(f"blk.{index}.attn_{name}" for index in readers for name in ("k", "v")))
 
 
-def _take_experts(model: PreTrainedModel, file: GGUFFile, counts: Counter[str], in_blocks: bool) -> set[str]:
-    """Load the experts of all layers; `counts`: number of weights by the format in which they are kept. Returns the
-    names of the tensors that were used."""
+def _take_experts(
+    model: PreTrainedModel, file: GGUFFile, counts: Counter[str], in_blocks: bool, part: ModelShard | None
+) -> set[str]:
+    """Load the experts of all layers, or a device's; `counts`: number of weights by the format in which they are kept.
+    Returns the names of the tensors that were used."""
     used = set[str]()
     for number, layer in enumerate(decoder_layers(model)):
         for name in [name for name, module in layer.named_modules() if is_experts(module)]:
             (place, _, own_name), prefix = name.rpartition("."), f"blk.{number}.ffn_"
-            given = layer.get_submodule(name), prefix, file, model.dtype, counts
+            path = f"model.layers.{number}.{name}"
+            loader = _ExpertLoader(file, prefix, path, model.dtype, counts, in_blocks, part)
             try:
-                experts, names = _load_experts(*given, in_blocks=in_blocks)
+                experts, names = loader.load(layer.get_submodule(name))
             except (NotImplementedError, ValueError, RuntimeError) as error:
                 raise StartupError(f"{file.path.name}: experts of layer {number} cannot be used: {error}") from error
             setattr(layer.get_submodule(place), own_name, experts)
@@ -132,53 +135,103 @@ def _take_experts(model: PreTrainedModel, file: GGUFFile, counts: Counter[str], 
     return used
 
 
-def _load_experts(
-    experts: nn.Module, prefix: str, file: GGUFFile, dtype: torch.dtype, counts: Counter[str], *, in_blocks: bool
-) -> tuple[nn.Module, set[str]]:
-    """Load transformers' module of experts from the tensors that begin with `prefix`. Returns the module, or
-    `QuantisedExperts` if matrices are kept in blocks, and the names of the tensors; adds the number of weights by
-    format to `counts`. Raises ValueError for missing tensors and wrong shapes."""
-    stacks, used = dict[str, QuantisedStack](), set[str]()
-    for name, parameter in list(experts.named_parameters(recurse=False)):
-        turned = name in STACKS and bool(experts.is_transposed)
-        parts = _parts(name, tuple((parameter.mT if turned else parameter).shape), prefix, file)
-        used |= parts.keys()
-        if in_blocks and name in STACKS and not any(part.kind in PLAIN for part in parts.values()):
-            by_expert = zip(*(_in_blocks(part, dtype, counts) for part in parts.values()), strict=True)
-            stacks[name] = QuantisedStack([type(own[0]).joined(own) for own in by_expert])
-        else:
-            interleaved = not experts.is_concatenated and len(parts) > 1
-            whole = _joined(parts.values(), torch.empty(parameter.shape, dtype=dtype), turned, interleaved)
-            setattr(experts, name, nn.Parameter(whole, requires_grad=False))
-            counts[str(dtype).removeprefix("torch.")] += whole.numel()
-        file.give_back()
-    return (QuantisedExperts(experts, stacks) if stacks else experts), used
+@dataclass(frozen=True, slots=True)
+class _ExpertLoader:
+    """Loads the experts of a layer."""
+
+    file: GGUFFile
+    prefix: str  # of their tensors
+    place: str  # of their module in the model
+    dtype: torch.dtype
+    counts: Counter[str]  # number of weights by format, to which is added
+    in_blocks: bool
+    part: ModelShard | None
+
+    def load(self, experts: nn.Module) -> tuple[nn.Module, set[str]]:
+        """Load transformers' module of experts. Returns the module, or `QuantisedExperts` if matrices are kept in
+        blocks, and the names of the tensors. Raises ValueError for missing tensors and wrong shapes."""
+        stacks, used = dict[str, QuantisedStack](), set[str]()
+        for name, parameter in list(experts.named_parameters(recurse=False)):
+            turned = name in STACKS and bool(experts.is_transposed)
+            parts = self._parts(name, tuple((parameter.mT if turned else parameter).shape))
+            used |= parts.keys()
+            if self.in_blocks and name in STACKS and not any(part.kind in PLAIN for part in parts.values()):
+                stacks[name] = self._in_blocks(name, [*parts.values()])
+            else:
+                interleaved = not experts.is_concatenated and len(parts) > 1
+                read = partial(_joined, parts.values(), turned, interleaved)
+                whole = self._dense(name, tuple(parameter.shape), read)
+                setattr(experts, name, nn.Parameter(whole, requires_grad=False))
+            self.file.give_back()
+        return (QuantisedExperts(experts, stacks) if stacks else experts), used
+
+    def _own(self, name: str) -> slice:
+        """The experts that the device has."""
+        found = None if self.part is None else self.part.range_of(f"{self.place}.{name}")
+        return slice(None) if found is None else found[1][0]
+
+    def _parts(self, name: str, shape: tuple[int, ...]) -> dict[str, GGUFTensor]:
+        """Find the tensors whose rows together are those of a parameter: gate and up rows may be in one or in two.
+        # shape (experts, out, in), or (experts, out) of a bias"""
+        kind = "bias" if name.endswith("_bias") else "weight"
+        stem = name.removesuffix("_bias").removesuffix("_proj")
+        whole = f"{self.prefix}{stem}_exps.{kind}"
+        found = self.file.tensors
+        names = [whole] if whole in found else [f"{self.prefix}{part}_exps.{kind}" for part in stem.split("_")]
+        expected = (shape[0], shape[1] // len(names), *shape[2:])
+        for one in names:
+            if one not in found or found[one].shape != expected:
+                raise ValueError(f"{one} is missing or has another shape than the metadata's {list(expected)}")
+        return {one: found[one] for one in names}
+
+    def _in_blocks(self, name: str, parts: Sequence[GGUFTensor]) -> QuantisedStack:
+        """Keep the device's experts in blocks."""
+        count, _, columns = parts[0].shape
+        stack = QuantisedStack([self._kept(parts, expert) for expert in range(count)[self._own(name)]])
+        if self.part is not None:
+            shape = count, sum(part.shape[1] for part in parts), columns
+            self.part.note_stack(f"{self.place}.{name}", shape, partial(self._rows, parts))
+        return stack
+
+    def _kept(self, parts: Sequence[GGUFTensor], expert: int) -> QuantisedWeight:
+        found = list[QuantisedWeight]()
+        for part in parts:
+            weight, form = kept(part.data[expert], part.kind, self.dtype)
+            self.counts[form] += prod(part.shape[1:])
+            found.append(weight)
+        return type(found[0]).joined(found)
+
+    def _rows(self, parts: Sequence[GGUFTensor], expert: int, rows: Tensor) -> Tensor:
+        """Rows of an expert as they are kept, dequantised. # rows [rows] int64 -> [rows, in]"""
+        places = [divmod(row, parts[0].shape[1]) for row in rows.tolist()]
+        given = [(parts[part].data[expert][row : row + 1], parts[part].kind) for part, row in places]
+        return torch.cat([kept(data, kind, self.dtype)[0].dense() for data, kind in given])
+
+    def _dense(self, name: str, shape: tuple[int, ...], read: Callable[[Tensor, Sequence[int]], Tensor]) -> Tensor:
+        """Dequantise a parameter of the device's experts. `shape`: of all; `read`: reads experts into a tensor."""
+
+        def values(experts: Sequence[int]) -> Tensor:
+            return read(torch.empty(len(experts), *shape[1:], dtype=self.dtype), experts)
+
+        def lines(numbers: Tensor) -> Tensor:
+            height = prod(shape[1:-1])
+            owners = numbers // height
+            of_one = {one: values([one]).view(height, -1) for one in owners.unique().tolist()}
+            return torch.stack([of_one[number // height][number % height] for number in numbers.tolist()])
+
+        if self.part is not None:
+            self.part.note(f"{self.place}.{name}", shape, lines)
+        own = values(range(shape[0])[self._own(name)])
+        self.counts[str(self.dtype).removeprefix("torch.")] += own.numel()
+        return own
 
 
-def _parts(name: str, shape: tuple[int, ...], prefix: str, file: GGUFFile) -> dict[str, GGUFTensor]:
-    """Find the tensors whose rows together are those of a parameter: gate and up rows may be in one or in two.
-    # shape (experts, out, in), or (experts, out) of a bias"""
-    kind = "bias" if name.endswith("_bias") else "weight"
-    stem = name.removesuffix("_bias").removesuffix("_proj")
-    whole = f"{prefix}{stem}_exps.{kind}"
-    names = [whole] if whole in file.tensors else [f"{prefix}{part}_exps.{kind}" for part in stem.split("_")]
-    expected = (shape[0], shape[1] // len(names), *shape[2:])
-    for one in names:
-        if one not in file.tensors or file.tensors[one].shape != expected:
-            raise ValueError(f"{one} is missing or has another shape than the metadata's {list(expected)}")
-    return {one: file.tensors[one] for one in names}
-
-
-def _in_blocks(tensor: GGUFTensor, dtype: torch.dtype, counts: Counter[str]) -> list[QuantisedWeight]:
-    weights, forms = zip(*(kept(data, tensor.kind, dtype) for data in tensor.data), strict=True)
-    counts[forms[0]] += prod(tensor.shape)
-    return list(weights)
-
-
-def _joined(parts: Collection[GGUFTensor], whole: Tensor, turned: bool, interleaved: bool) -> Tensor:
-    """Dequantise a parameter of all experts into `whole`, in transformers' layout: `turned` [experts, in, out] instead
-    of [experts, out, in], `interleaved` with gate and up rows by turns."""
-    for expert, place in enumerate(whole):
+def _joined(
+    parts: Collection[GGUFTensor], turned: bool, interleaved: bool, whole: Tensor, experts: Sequence[int]
+) -> Tensor:
+    """Dequantise a parameter of these experts into `whole`, in transformers' layout: `turned` [experts, in, out]
+    instead of [experts, out, in], `interleaved` with gate and up rows by turns."""
+    for expert, place in zip(experts, whole, strict=True):
         rows = torch.cat(
             [dense(GGUFTensor(part.shape[1:], part.kind, part.data[expert]), whole.dtype) for part in parts]
         )

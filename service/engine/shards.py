@@ -1,15 +1,16 @@
 """The part of a model that one of several devices has: whole heads of attention with what keys and values they read,
-columns of the feed-forward, and rows of the output layer. Norms, and biases that are added once, are on all devices;
-the embedding is on the first one only, which sends looked-up rows to the others.
+columns of the feed-forward, whole experts, and rows of the output layer. Norms, routers, and biases that are added
+once, are on all devices; the embedding is on the first one only, which sends looked-up rows to the others.
 
 Where parts end is defined in `kernels.pieces`, so that 1, 2, 4 or 8 devices compute the same bits.
 """
 
 import hashlib
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from functools import reduce
+from functools import partial, reduce
 from math import lcm
 from pathlib import Path
 from types import MappingProxyType
@@ -28,7 +29,7 @@ from kernels.layers import COLUMNS, QuantisedWeight, Weight, rows_of
 from kernels.pieces import NUM_PIECES, TensorShard, pieces_of
 from kernels.specs import AttentionSpec, LayerSpec, ModelSpec
 from service.engine.checks import refuse_incomplete, refuse_odd_tensors
-from service.engine.modules import QuantisedLinear, empty_model, matrix_of, weights_of
+from service.engine.modules import EXPERT_WEIGHTS, STACKS, QuantisedLinear, empty_model, matrix_of, weights_of
 from service.errors import StartupError
 
 SAMPLES = 64
@@ -40,25 +41,44 @@ Range = tuple[int, tuple[slice, ...]]
 """A dimension of a weight, and the ranges of it that a device has."""
 
 
+class Columns(NamedTuple):
+    """Columns of a dense feed-forward."""
+
+    own: slice
+    total: int  # number of all
+
+
 class LayerShard(NamedTuple):
     """The part of a layer that a device has."""
 
     spec: AttentionSpec  # of the whole layer
     own: slice  # query heads whose output the device projects
     groups: slice  # key heads that these read
-    inner: slice  # columns of the feed-forward
-    inner_columns: int  # of the whole layer
+    inner: Mapping[str, Columns]  # of each dense feed-forward, by its module
+    experts: slice | None  # None: the layer has none
 
     @staticmethod
-    def of(spec: LayerSpec, inner: int, units: tuple[int, int], shard: TensorShard) -> "LayerShard":
-        """`inner`: columns of the feed-forward; `units`: numbers of columns that `o_proj` and `down_proj` cannot
-        part."""
-        whole = spec.attention
-        span = shard.span(pieces_of(whole.query_heads * whole.dim, lcm(whole.dim, units[0])))
-        own = slice(span.start // whole.dim, span.stop // whole.dim)
-        each = whole.query_heads // whole.kv_heads
-        groups = slice(own.start // each, -(-own.stop // each))
-        return LayerShard(whole, own, groups, shard.span(pieces_of(inner, units[1])), inner)
+    def of(
+        spec: AttentionSpec, shapes: Mapping[str, tuple[int, ...]], units: Mapping[str, int], shard: TensorShard
+    ) -> "LayerShard":
+        """`shapes`: of the layer's weights; `units`: numbers of their columns that cannot be parted."""
+        output = shapes["self_attn.o_proj.weight"][1]
+        span = shard.span(pieces_of(output, lcm(spec.dim, units["self_attn.o_proj.weight"])))
+        own = slice(span.start // spec.dim, span.stop // spec.dim)
+        each = spec.query_heads // spec.kv_heads
+        inner, experts = dict[str, Columns](), None
+        for name, shape in shapes.items():
+            if name.endswith("experts.down_proj"):
+                experts = shard.span(pieces_of(shape[0], 1))
+            elif name.endswith(_DOWN):
+                inner[name.removesuffix(_DOWN)] = Columns(shard.span(pieces_of(shape[1], units[name])), shape[1])
+        return LayerShard(spec, own, slice(own.start // each, -(-own.stop // each)), inner, experts)
+
+    @property
+    def lacks_some(self) -> bool:
+        """Whether the device has no part of something."""
+        parts = [self.own, *(columns.own for columns in self.inner.values()), *filter(None, [self.experts])]
+        return any(part.start == part.stop for part in parts)
 
     @property
     def queries(self) -> slice:
@@ -75,7 +95,7 @@ class LayerShard(NamedTuple):
 
     def range_of(self, name: str) -> Range | None:
         """The part of the layer's weight with this name that the device has; None: all of it."""
-        dim, module = self.spec.dim, name.rpartition(".")[0]
+        dim, (module, _, kind) = self.spec.dim, name.rpartition(".")
         queries, keys = (slice(part.start * dim, part.stop * dim) for part in (self.queries, self.groups))
         all_queries, all_keys = self.spec.query_heads * dim, self.spec.kv_heads * dim
         rows = {
@@ -83,17 +103,22 @@ class LayerShard(NamedTuple):
             "self_attn.k_proj": (keys,),
             "self_attn.v_proj": (keys,),
             "self_attn.qkv_proj": (queries, _moved(keys, all_queries), _moved(keys, all_queries + all_keys)),
-            "mlp.gate_proj": (self.inner,),
-            "mlp.up_proj": (self.inner,),
-            "mlp.gate_up_proj": (self.inner, _moved(self.inner, self.inner_columns)),
         }
+        for place, (own, total) in self.inner.items():
+            rows |= {f"{place}.gate_proj": (own,), f"{place}.up_proj": (own,)}
+            rows[f"{place}.gate_up_proj"] = own, _moved(own, total)
         if name == "self_attn.o_proj.weight":
             return 1, (slice(self.own.start * dim, self.own.stop * dim),)
-        if name == "mlp.down_proj.weight":
-            return 1, (self.inner,)
+        if name.endswith(_DOWN):
+            return 1, (self.inner[name.removesuffix(_DOWN)].own,)
+        if self.experts is not None and kind in EXPERT_WEIGHTS:
+            return 0, (self.experts,)
         if name == "self_attn.sinks":
             return 0, (self.queries,)
         return (0, rows[module]) if module in rows else None
+
+
+_DOWN = ".down_proj.weight"
 
 
 def _moved(part: slice, by: int) -> slice:
@@ -122,14 +147,13 @@ class ModelShard:
         that cannot be parted. Raises StartupError for a model too small for so many devices."""
         for index, own in enumerate(self.spec.layers):
             prefix = f"model.layers.{index}."
-            whole = [name for name, _ in model.named_parameters() if name.startswith(prefix)]
+            whole = {name: value for name, value in model.named_parameters() if name.startswith(prefix)}
             names = {own.usual(name.removeprefix(prefix)): name for name in whole}
-            output, down = names["self_attn.o_proj.weight"], names["mlp.down_proj.weight"]
-            units, inner = (unit_of(output), unit_of(down)), model.get_parameter(down).shape[1]
-            self.layers.append(LayerShard.of(own, inner, units, self.shard))
-        parts = [self.vocab, *(part for layer in self.layers for part in (layer.own, layer.inner))]
-        if any(part.start == part.stop for part in parts):
-            raise StartupError(f"a layer has too few heads or columns for {self.shard.size} devices: {_ONE}")
+            shapes = {usual: tuple(whole[name].shape) for usual, name in names.items()}
+            units = {usual: unit_of(name) for usual, name in names.items()}
+            self.layers.append(LayerShard.of(own.attention, shapes, units, self.shard))
+        if self.vocab.start == self.vocab.stop or any(layer.lacks_some for layer in self.layers):
+            raise StartupError(f"a layer has too few heads, columns or experts for {self.shard.size} devices: {_ONE}")
 
     @property
     def vocab(self) -> slice:
@@ -154,9 +178,16 @@ class ModelShard:
         return None
 
     def note(self, name: str, shape: tuple[int, ...], read: Callable[[Tensor], Tensor]) -> None:
-        """Note a sample of a whole weight, of which only a part is loaded; see `even_sample`. `read`: reads rows of it,
-        [rows] int64 -> [rows, ...]."""
-        self.samples[name] = shape, even_sample_of(shape, SAMPLES, read)
+        """Note a sample of a whole weight, of which only a part is loaded; see `even_sample`. `read`: reads its rows, of
+        all experts one after the other; [rows] int64 -> [rows, ...]."""
+        rows = shape if len(shape) < 3 else (shape[0] * shape[1], *shape[2:])
+        self.samples[name] = shape, even_sample_of(rows, SAMPLES, read)
+
+    def note_stack(self, name: str, shape: tuple[int, int, int], read: Callable[[int, Tensor], Tensor]) -> None:
+        """The same of experts in blocks. `read`: reads rows of an expert, [rows] int64 -> [rows, in]."""
+        count = -(-SAMPLES // shape[0])
+        values = [even_sample_of(shape[1:], count, partial(read, expert)) for expert in range(shape[0])]
+        self.samples[name] = shape, torch.cat(values)
 
     def part_head(self, model: PreTrainedModel, *, in_blocks: bool = False) -> None:
         """Give a tied output layer its own part of the embedding. `in_blocks`: as in `load_gguf`. Raises StartupError
@@ -188,7 +219,6 @@ def shared_spec(config: PreTrainedConfig, size: int) -> ModelSpec:
     spec = spec_of(config.to_dict()) if kind in FAMILIES else None
     reasons: Mapping[str, Callable[[LayerSpec], object]] = {
         "recurrent layers": lambda layer: not isinstance(layer.mixer, AttentionSpec),
-        "experts": lambda layer: layer.feed_forward.router,
         "norms over all heads": lambda layer: layer.attention.norms == "projection",
         "gates of attention": lambda layer: layer.attention.gated,
         "layers that read the keys and values of others": lambda layer: layer.attention.source is not None,
@@ -221,38 +251,87 @@ def load_safetensors(
 ) -> PreTrainedModel:
     """Load a device's part of the safetensors files of a folder or of the hub. `names`: patterns in the names of the
     files' tensors, and what the model calls them. Raises StartupError."""
+    if getattr(config, "quantization_config", None):
+        raise StartupError(f"devices cannot share MXFP4 in safetensors files: serve a GGUF file of it, or {_ONE}")
     folder = Path(source)
     if not folder.is_dir():
         folder = Path(snapshot_download(source, revision=revision, allow_patterns=[_FILES, "*.json"]))
     refuse_odd_tensors(folder)
     model = empty_model(config, dtype)
     part.plan(model, lambda name: COLUMNS)
-    shapes = {name: tuple(value.shape) for name, value in model.named_parameters()}
-    found, others, odd = set[str](), list[str](), list[tuple[str, object, object]]()
-    for file in sorted(folder.glob(_FILES)):
-        with safe_open(file, "pt") as opened:
-            for key in opened.keys():  # noqa: SIM118 - it is no mapping
-                name = reduce(lambda name, pattern: re.sub(pattern, names[pattern], name), names, key)
-                tensor = opened.get_slice(key)
-                shape = tuple(tensor.get_shape())
-                if name == HEAD and part.tied:
-                    raise StartupError(
-                        f"the files contain {HEAD}, but config.json ties it to the embedding: set tie_word_embeddings "
-                        f"to false, or {_ONE}"
-                    )
-                if name not in shapes:
-                    others.append(key)
-                elif shape != shapes[name]:
-                    odd.append((key, shape, shapes[name]))
-                else:
-                    found.add(name)
-                    place, _, parameter = name.rpartition(".")
-                    value = _read(tensor, part, name, model.dtype)
-                    setattr(model.get_submodule(place), parameter, nn.Parameter(value, requires_grad=False))
+    held = {name: value for name, value in model.state_dict().items() if not (part.tied and name == HEAD)}
+    others, odd = list[str](), list[tuple[str, object, object]]()
+    with ExitStack() as files:
+        found = _tensors_in(folder, names, files)
+        if part.tied and HEAD in found:
+            raise StartupError(
+                f"the files contain {HEAD}, but config.json ties it to the embedding: set tie_word_embeddings to "
+                f"false, or {_ONE}"
+            )
+        for name, tensor in found.items():
+            shape = tuple(tensor.get_shape())
+            if name not in held:
+                others.append(name)
+            elif shape != tuple(held[name].shape):
+                odd.append((name, shape, tuple(held[name].shape)))
+            else:
+                place, _, own_name = name.rpartition(".")
+                value = _read(tensor, part, name, held[name].dtype)
+                is_buffer = not held[name].is_meta
+                kept = value if is_buffer else nn.Parameter(value, requires_grad=False)
+                setattr(model.get_submodule(place), own_name, kept)
     part.part_head(model)
-    missing = shapes.keys() - found - ({HEAD} if part.tied else set())
-    refuse_incomplete({"missing_keys": missing, "unexpected_keys": others, "mismatched_keys": odd}, config)
+    report = {"missing_keys": held.keys() - found.keys(), "unexpected_keys": others, "mismatched_keys": odd}
+    refuse_incomplete(report, config)
     return model
+
+
+_OF_AN_EXPERT = re.compile(r"(?P<place>.+\.experts\.)(?P<number>\d+)\.(?P<kind>\w+)\.weight")
+_OF_STACKS = {"gate_proj": 0, "w1": 0, "up_proj": 1, "w3": 1, "down_proj": 2, "w2": 2}
+"""Place of an expert's matrices, by the names that families give them."""
+
+
+def _tensors_in(folder: Path, names: Mapping[str, str], files: ExitStack) -> dict[str, Any]:
+    """Open the files of a folder. Returns their tensors by the names that the model gives them, as slices of
+    safetensors; those of experts are stacked."""
+    found, experts = dict[str, Any](), dict[str, dict[int, dict[int, Any]]]()
+    for file in sorted(folder.glob(_FILES)):
+        opened = files.enter_context(safe_open(file, "pt"))
+        for key in opened.keys():  # noqa: SIM118 - it is no mapping
+            name = reduce(lambda name, pattern: re.sub(pattern, names[pattern], name), names, key)
+            one = _OF_AN_EXPERT.fullmatch(name)
+            if one is None or one["kind"] not in _OF_STACKS:
+                found[name] = opened.get_slice(key)
+            else:
+                own = experts.setdefault(one["place"], {}).setdefault(int(one["number"]), {})
+                own[_OF_STACKS[one["kind"]]] = opened.get_slice(key)
+    for place, by_number in experts.items():
+        matrices = [[by_number[number][kind] for kind in sorted(by_number[number])] for number in sorted(by_number)]
+        found[place + STACKS[0]] = StackedSlices([own[:-1] for own in matrices])
+        found[place + STACKS[1]] = StackedSlices([own[-1:] for own in matrices])
+    return found
+
+
+class StackedSlices(NamedTuple):
+    """Matrices of experts in a file, as a slice of one tensor [experts, out, in]."""
+
+    matrices: Sequence[Sequence[Any]]  # of each expert, whose rows follow each other
+
+    def get_shape(self) -> list[int]:
+        """The sizes of the tensor."""
+        shapes = [one.get_shape() for one in self.matrices[0]]
+        return [len(self.matrices), sum(shape[0] for shape in shapes), shapes[0][1]]
+
+    def __getitem__(self, where: Any) -> Any:
+        """Read experts, or a row of one. # -> [experts, out, in] or [in]"""
+        if isinstance(where, slice):
+            return torch.stack([torch.cat([one[:] for one in own]) for own in self.matrices[where]])
+        expert, row = where
+        for one in self.matrices[expert]:
+            if row < one.get_shape()[0]:
+                return one[row]
+            row -= one.get_shape()[0]
+        raise IndexError(where)
 
 
 def _read(tensor: Any, part: ModelShard, name: str, dtype: torch.dtype) -> Tensor:
@@ -262,7 +341,12 @@ def _read(tensor: Any, part: ModelShard, name: str, dtype: torch.dtype) -> Tenso
         whole: Tensor = tensor[:].to(dtype)
         return whole
     shape = tuple(tensor.get_shape())
-    part.note(name, shape, lambda rows: torch.stack([tensor[row] for row in rows.tolist()]).to(dtype))
+
+    def lines(numbers: Tensor) -> Tensor:
+        places = [divmod(number, shape[1]) if len(shape) == 3 else number for number in numbers.tolist()]
+        return torch.stack([tensor[place] for place in places]).to(dtype)
+
+    part.note(name, shape, lines)
     dim, ranges = own
     return torch.cat([tensor[one] if dim == 0 else tensor[:, one] for one in ranges]).to(dtype)
 

@@ -60,6 +60,8 @@ _READ_AS = {"mimo": "qwen2"}
 """Model types that are loaded as another one with the same layers; their additional weights belong to a drafter
 (drafters/trained)."""
 _OF_THE_FAMILY = ("model_type", "architectures", "auto_map", "attention_bias")  # fields that are not copied
+_NAMES = {r"\.block_sparse_moe\.(gate|experts)\.": r".mlp.\1."}
+"""How files of Mixtral name their weights, and how transformers does."""
 _TEXT_NAMES = {r"^language_model\.lm_head": "lm_head", r"^(?:model\.)?(?:language|text)_model\.(?:model\.)?": "model."}
 """How files of multimodal models name the weights of their text model, and how the text model itself names them."""
 
@@ -178,7 +180,7 @@ def load_weights(
             model = load_gguf(described.file, described.config, dtype, ATTENTION_NAME, in_blocks=in_blocks, part=part)
         elif part is not None:
             where = resolve(described.name), described.revision
-            model = load_safetensors(*where, described.config, dtype, part, _TEXT_NAMES)
+            model = load_safetensors(*where, described.config, dtype, part, _TEXT_NAMES | _NAMES)
         else:
             source = resolve(described.name)
             model = _from_folder(source, described.config, dtype, described.revision, in_blocks=in_blocks)

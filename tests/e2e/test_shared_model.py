@@ -89,7 +89,7 @@ def test_two_processes_answer_as_one(servers: Servers) -> None:
 def test_a_follower_that_cannot_load_ends_the_start(servers: Servers) -> None:
     server = servers.begin("broken", tensor_parallel=4)
     assert server.running.wait(PATIENCE_SECONDS) == 2
-    assert "too few heads or columns for 4 devices" in server.log.read_text()
+    assert "too few heads, columns or experts for 4 devices" in server.log.read_text()
 
 
 def test_followers_end_with_a_leader_that_is_killed(servers: Servers) -> None:

@@ -20,6 +20,7 @@ from kernels.cpu.library import use_threads
 from kernels.experts import QuantisedStack, Router, StackedWeight
 from kernels.layers import BlockFormat, GateForm
 from kernels.ops import REFERENCE, Ops
+from kernels.pieces import Pieces, TensorShard, added, finished, pieces_of
 from kernels.triton import experts as kernel
 from kernels.triton.experts import plan_experts
 from tests.kernels.conftest import BUILDS, of_build
@@ -256,3 +257,30 @@ def test_every_build_for_x86_gives_the_same_bits(dtype: torch.dtype, monkeypatch
             ]
             found.append([*chosen, *results])
     assert all(torch.equal(a, b) for other in found[1:] for a, b in zip(found[0], other, strict=True))
+
+
+@pytest.mark.parametrize("form", [None, FORMS[1]], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_parts_of_experts_add_up_to_all(compiled: Ops, form: BlockFormat | None, dtype: torch.dtype) -> None:
+    """Of uneven parts too: eleven experts are of two, four or eight devices."""
+    number, gate = 11, GATES[2]
+    up, down = ([stack[i % EXPERTS] for i in range(number)] for stack in stacks_of(compiled, form, dtype))
+    biases = drawn(number, 2 * WIDTH, dtype=dtype), drawn(number, HIDDEN, dtype=dtype)
+
+    def stack(weights: list[Any], own: slice) -> StackedWeight:
+        return torch.stack(weights[own]) if form is None else QuantisedStack(weights[own])
+
+    def run(own: slice, pieces: Pieces | None, first: int = 0) -> Tensor:
+        given = stack(up, own), stack(down, own), biases[0][own], biases[1][own]
+        return compiled.plan_experts(*given, gate, pieces)(x, indices - first, weights)
+
+    x, (indices, weights) = drawn(21, HIDDEN, dtype=dtype), choices(21, 5, number)
+    whole, pieces = run(slice(None), None), pieces_of(number, 1)
+    for size in (2, 4, 8):
+        sums = []
+        for rank in range(size):
+            first, *ends = TensorShard(rank, size).ends(pieces)
+            part = Pieces((0, *(end - first for end in ends)), whole=False)
+            sums.append(run(slice(first, ends[-1]), part, first))
+        assert {one.dtype for one in sums} == {torch.float32}
+        assert torch.equal(finished(added(sums), None, dtype), whole)

@@ -56,6 +56,21 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gemma3": {},
     "phi3": {"num_key_value_heads": 2},  # fused projections
 }
+EXPERTS: dict[str, Any] = {"num_local_experts": 9, "num_experts": 9, "n_routed_experts": 9, "num_experts_per_tok": 3}
+EXPERTS |= {"moe_intermediate_size": 128, "num_key_value_heads": 2}
+OF_EXPERTS: dict[str, dict[str, Any]] = {
+    "mixtral": {},
+    "qwen3_moe": {"mlp_only_layers": [1]},
+    "glm4_moe": {"n_group": 3, "topk_group": 2, "first_k_dense_replace": 1},  # beside a shared one
+    "gpt_oss": {},
+    "gemma4_text": {
+        "enable_moe_block": True,
+        "top_k_experts": 3,
+        "global_head_dim": 32,
+        "hidden_size_per_layer_input": 0,
+        "num_kv_shared_layers": 0,
+    },  # beside a dense feed-forward
+}
 SLOTS = 300
 Found = TypeVar("Found")
 
@@ -139,9 +154,16 @@ def test_each_family_computes_the_bits_of_one_process(family: str, tmp_path: Pat
     assert_shared(str(tiny_model(family, tmp_path, **{**WIDE, **FAMILIES[family]})), sizes=(2, 4))
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2"])
+@pytest.mark.parametrize("family", OF_EXPERTS)
+def test_experts_are_of_one_device_each(family: str, tmp_path: Path) -> None:
+    folder = tiny_model(family, tmp_path, **{**WIDE, **EXPERTS, **OF_EXPERTS[family]})
+    assert_shared(str(folder), sizes=(2, 4))
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "glm4_moe"])
 def test_so_it_does_in_bfloat16(family: str, tmp_path: Path) -> None:
-    folder = tiny_model(family, tmp_path, dtype=torch.bfloat16, **WIDE)
+    sizes = {**WIDE, **EXPERTS, **OF_EXPERTS[family]} if family in OF_EXPERTS else WIDE
+    folder = tiny_model(family, tmp_path, dtype=torch.bfloat16, **sizes)
     assert_shared(str(folder), torch.bfloat16, sizes=(4,))
 
 
@@ -161,6 +183,16 @@ def test_files_keep_their_blocks(tmp_path: Path) -> None:
     assert_shared(str(tmp_path / "a.gguf"), sizes=(2, 4))
 
 
+@pytest.mark.parametrize(("arch", "mix"), [("qwen3moe", "q4_k_m"), ("gpt-oss", "mxfp4")])
+def test_files_of_experts_keep_their_blocks(arch: str, mix: str, tmp_path: Path) -> None:
+    embedded = gguf_file(EMBEDDED_NAME)
+    assert embedded is not None
+    sizes: dict[str, Any] = {"hidden": 256, "layers": 2, "heads": 8, "kv_heads": 2, "dim": 128, "feed_forward": 256}
+    shape = Shape(**sizes, vocab=49152, tied=False, arch=arch, experts=9, chosen=3)
+    write_shape(tmp_path / "a.gguf", shape, mix, embedded)
+    assert_shared(str(tmp_path / "a.gguf"), sizes=(2, 4))
+
+
 def test_the_embedded_model_has_nine_heads_for_four_processes() -> None:
     assert_shared(EMBEDDED_NAME, sizes=(4,))
 
@@ -169,9 +201,9 @@ def test_the_embedded_model_has_nine_heads_for_four_processes() -> None:
     ("family", "changes", "size", "message"),
     [
         ("llama", WIDE, 3, "tensor_parallel is 3"),
-        ("llama", {}, 2, "too few heads or columns for 2 devices"),
+        ("llama", {}, 2, "too few heads, columns or experts for 2 devices"),
         ("olmo2", WIDE, 2, "norms over all heads"),
-        ("mixtral", {**WIDE, "num_local_experts": 4}, 2, "experts"),
+        ("mixtral", {**WIDE, "num_local_experts": 3, "num_key_value_heads": 4}, 4, "too few heads, columns or experts"),
         ("starcoder2", WIDE, 2, "own modules"),
     ],
 )
