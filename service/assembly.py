@@ -83,7 +83,8 @@ class Assembly:
         same_bits = self.loaded.is_quantised and not self.loaded.has_experts and self.target.runs_by_ops
         if same_bits and kernels != "torch":
             kernels = platform.machine()  # torch's results depend on the width of its vectors
-        layout = f"{torch.get_num_threads()} {kernels} {1 if self.target.device.type == 'cuda' else NUM_PIECES}"
+        pieces = 1 if self.target.device.type == "cuda" and self.config.tensor_parallel == 1 else NUM_PIECES
+        layout = f"{torch.get_num_threads()} {kernels} {pieces}"
         parts = f"{self.loaded.fingerprint} {self.loaded.dtype_name} {self.numerics} {layout}"
         return "fp_" + hashlib.sha256(parts.encode()).hexdigest()[:12]
 
@@ -160,7 +161,7 @@ def assemble(config: ServiceConfig, *, graphs: bool | None = None) -> Assembly:
     loaded = load_target(config, device, begin=begin_drafter(config), shares=True)
     tokenizer = ChatTokenizer(loaded.tokenizer)
     tokenizer.refuse_narrow_vocabulary(loaded.model.config.get_text_config().vocab_size)
-    captures = captures and not loaded.kv_shape.bytes_per_state
+    captures = captures and not loaded.kv_shape.bytes_per_state and config.tensor_parallel == 1
     limits = limits_of(config, loaded.max_positions)
     if not (has_room := _has_room(config, loaded, limits, loaded.initial_drafter)):
         loaded = replace(loaded, initial_drafter=None)
@@ -209,7 +210,7 @@ def load_target(
             loaded = load(begin_drafter=begin)
         else:
             refuse_sharing(device)
-            how = str(dtype).removeprefix("torch."), in_blocks, in_8_bits, config.num_threads
+            how = device.type, str(dtype).removeprefix("torch."), in_blocks, in_8_bits, config.num_threads
             what = SharedModel(config.model_source, options, *how)
             loaded = load_shared(described, config.tensor_parallel, what, load)
     return replace(loaded, in_8_bits=in_8_bits)
@@ -233,8 +234,7 @@ def _draft_model(
     """Load the language model that drafts. Returns None if the drafter has none."""
     if "model" not in drafter_needs(drafter_name):
         return None
-    name = str(config.drafter_path)
-    length = limits.max_model_len
+    name, length = str(config.drafter_path), limits.max_model_len
     settings = config.model_copy(
         update={"model": name, "drafter": "none", "drafter_path": None, "max_model_len": length}
     )
@@ -253,19 +253,19 @@ def _target(
     captures: bool,
 ) -> Target:
     """Build the target with its KV cache; on a GPU, the memory of all other parts is reserved first."""
-    beside = 0 if drafting is None else drafting.model.pool.shape.bytes_per_slot
+    beside, size = 0 if drafting is None else drafting.model.pool.shape.bytes_per_slot, config.tensor_parallel
     network, device = weights.network if weights else None, loaded.model.device
     taps = taps_of(drafter_name, len(loaded.kv_shape.layers), network.config.tap_layers if network else ())
     target = memory_planner.target_without_room(loaded, limits, taps)
     states = loaded.kv_shape.state_bytes(memory_planner.running_states(loaded.kv_shape, limits))
-    pool_bytes = config.kv_cache_bytes(device.type, 0, states_bytes=states) // config.tensor_parallel
+    pool_bytes = config.kv_cache_bytes(device.type, 0, states_bytes=states) // size
     if device.type == "cuda":
         learning = _learning(config, loaded) if _has_room(config, loaded, limits, network) else None
         needs = memory_planner.needs_of(target, limits, network, learning, captures=captures)
         trees = scratch_places(limits.max_sequences) * beside
         needs = (*needs, memory_planner.Need("trees of the drafting model", trees, "lower max_sequences"))
         plan = MemoryPlan(torch.cuda.mem_get_info(device)[0], needs)
-        pool_bytes = config.kv_cache_bytes(device.type, plan.left_bytes)
+        pool_bytes = config.kv_cache_bytes(device.type, plan.left_bytes * size) // size
         plan.check(pool_bytes)
         logger.info("device memory reserved in addition to the KV cache: %s", plan.described())
     else:

@@ -79,11 +79,12 @@ def _torch(config: ServiceConfig) -> str:
 
 def _device(config: ServiceConfig) -> str:
     device, size = device_of(config.device), config.tensor_parallel
-    if size > 1:
-        refuse_sharing(device)
-        shared_spec(_target(config).config, size)
-        return f"cpu: the model is shared by {size} processes with {config.num_threads} threads each"
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu: no GPU is used"
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu: no GPU is used"
+    if size == 1:
+        return name
+    refuse_sharing(device)
+    shared_spec(_target(config).config, size)
+    return f"{name}; the model is shared by {size} processes with {config.num_threads} threads each"
 
 
 @cache  # three checks read it

@@ -55,6 +55,7 @@ class SharedModel:
 
     model: str
     options: dict[str, Any]  # further arguments of `describe`
+    device: str  # type of each process's
     dtype: str
     in_blocks: bool
     in_8_bits: bool
@@ -62,9 +63,10 @@ class SharedModel:
     build: str = ""  # versions and kernels, which must be the leader's
 
 
-def build_name() -> str:
+def build_name(device: torch.device) -> str:
     """Versions and kernels on which the bits of a forward depend."""
-    return f"adaptree {__version__}, torch {torch.__version__}, {ops.kernel_set(_CPU)} on {platform.machine()}"
+    where = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
+    return f"adaptree {__version__}, torch {torch.__version__}, {ops.kernel_set(device)} on {where}"
 
 
 def load_shared(described: Described, size: int, what: SharedModel, load: Callable[..., LoadedModel]) -> LoadedModel:
@@ -73,7 +75,7 @@ def load_shared(described: Described, size: int, what: SharedModel, load: Callab
     part = ModelShard.of(described.config, TensorShard(0, size))
     peers = _lead(size)
     try:
-        peers.say(json.dumps(asdict(replace(what, build=build_name()))))
+        peers.say(json.dumps(asdict(replace(what, build=build_name(torch.device(what.device))))))
         loaded = load(part=part)
         peers.say(part.digest())
         peers.total(0)  # all have loaded theirs
@@ -88,11 +90,8 @@ def load_shared(described: Described, size: int, what: SharedModel, load: Callab
 
 def refuse_sharing(device: torch.device) -> None:
     """Raise StartupError if processes cannot share a model on such devices."""
-    if device.type != "cpu" or ops.kernel_set(device) == "torch":
-        raise StartupError(
-            f"tensor_parallel is more than 1 on {device}: only the compiled kernels of CPUs share a model yet; set "
-            "tensor_parallel to 1, or device to cpu"
-        )
+    if ops.kernel_set(device) == "torch":
+        raise StartupError("tensor_parallel is more than 1, but no kernels are compiled: set it to 1")
 
 
 def follow(peers: Peers) -> None:
@@ -100,16 +99,19 @@ def follow(peers: Peers) -> None:
     the leader does not end as it should."""
     what = SharedModel(**json.loads(peers.say()))
     use_threads(what.threads)
-    if what.build != build_name():
-        raise StartupError(f"the leader runs {what.build}, but this process {build_name()}: install the same")
+    device = _CPU if what.device == "cpu" else torch.device(what.device, peers.shard.rank % torch.cuda.device_count())
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if what.build != build_name(device):
+        raise StartupError(f"the leader runs {what.build}, but this process {build_name(device)}: install the same")
     described = describe(what.model, **what.options)
     part, dtype = ModelShard.of(described.config, peers.shard), getattr(torch, what.dtype)
-    model = load_weights(described, dtype, _CPU, in_blocks=what.in_blocks, part=part)
+    model = load_weights(described, dtype, device, in_blocks=what.in_blocks, part=part)
     if peers.say() != part.digest():
         raise StartupError(f"{what.model} has other weights here than where the leader runs: copy the same files")
     peers.total(0)
     shape = kv_shape(model, part)
-    target = Target(model, KVPool(shape, 2, _CPU), part, peers, in_8_bits=what.in_8_bits)
+    target = Target(model, KVPool(shape, 2, device), part, peers, in_8_bits=what.in_8_bits)
     logger.info("process %d of %d has its part of the model", peers.shard.rank + 1, peers.shard.size)
     compute(target)
 
@@ -117,7 +119,7 @@ def follow(peers: Peers) -> None:
 @torch.inference_mode()
 def compute(target: Target) -> None:
     """Compute a follower's part of the leader's forwards until it ends. Raises PeerLost."""
-    for forward in target.peers.heard():
+    for forward in target.peers.heard(target.device):
         sizes = forward.num_slots, forward.num_places
         if sizes != (target.pool.num_slots, target.pool.num_places):
             target.pool = KVPool(target.pool.shape, sizes[0], target.device, num_places=sizes[1])

@@ -141,7 +141,7 @@ class SharedDecoder(FusedDecoder):
     def embedded(self, tokens: Tensor) -> Tensor:  # [rows] int64 -> [rows, hidden]
         if self._peers.shard.rank == 0:
             return self._peers.shared(super().embedded(tokens))
-        return self._peers.shared(torch.empty(len(tokens), self._width, dtype=self._dtype))
+        return self._peers.shared(torch.empty(len(tokens), self._width, dtype=self._dtype, device=tokens.device))
 
     def logits(self, hidden: Tensor, delta: Tensor | None, rows: LogitRows) -> Tensor:  # -> [logits, vocab]
         return self._peers.joined(super().logits(hidden, delta, rows), self._vocab)

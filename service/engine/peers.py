@@ -5,7 +5,7 @@ part. Nothing else is sent: schedules, clocks, grammars, drafts and learning are
 computes forwards sends and reads all messages, in the order of the forwards.
 
 They exchange bytes by sockets, not by torch.distributed: between two processes of one machine gloo took 0.2 to 0.7 ms
-for sums of a layer's rows, a socket 0.03 ms.
+for sums of a layer's rows, a socket 0.03 ms. What is on a GPU passes through the host's memory.
 """
 
 import os
@@ -66,10 +66,10 @@ class Peers:
     def added(self, sums: Tensor) -> Tensor:
         """Add values of neighbours, then of neighbouring pairs: each addition is the same on both sides. See
         `kernels.pieces.Devices`. # sums [...] -> like sums"""
-        own, distance = sums.contiguous(), 1
+        own, distance = sums.cpu().contiguous(), 1  # planned transfer: devices exchange through the host
         while distance < self.shard.size:
             own, distance = own + self._exchanged(own, self.shard.rank ^ distance), 2 * distance
-        return own
+        return own.to(sums.device)
 
     def _exchanged(self, own: Tensor, rank: int) -> Tensor:
         """Send values to another process, which sends as many. # [...] -> like own"""
@@ -88,10 +88,10 @@ class Peers:
         return values
 
     def shared(self, values: Tensor) -> Tensor:
-        """Give the leader's values to all, in place. # [...]"""
+        """Return the leader's values on all processes. `values`: others' have the same shape and type. # [...]"""
         if self.shard.rank:
-            return self._received(values, 0)
-        self._send(_bytes_of(values.contiguous()))
+            return self._received(torch.empty_like(values, device="cpu"), 0).to(values.device)
+        self._send(_bytes_of(values.cpu().contiguous()))  # planned transfer
         return values
 
     def joined(self, part: Tensor, columns: int) -> Tensor:
@@ -100,11 +100,11 @@ class Peers:
         if not part.shape[0]:
             return part.new_empty(0, columns)
         if self.shard.rank:
-            self._others[0].send_bytes(_bytes_of(part.contiguous()))
+            self._others[0].send_bytes(_bytes_of(part.cpu().contiguous()))  # planned transfer
             return part
         others = [bytearray(self._others[rank].recv_bytes()) for rank in range(1, self.shard.size)]
-        values = (torch.frombuffer(theirs, dtype=part.dtype) for theirs in others)
-        return torch.cat([part, *(own.view(part.shape[0], -1) for own in values)], dim=1)
+        values = [torch.frombuffer(theirs, dtype=part.dtype).view(part.shape[0], -1) for theirs in others]
+        return torch.cat([part, *(own.to(part.device) for own in values)], dim=1)
 
     def say(self, text: str = "") -> str:
         """Return the leader's text on all processes. Raises PeerLost."""
@@ -125,7 +125,7 @@ class Peers:
         # slots [rows], logit_rows [logits], table [table rows, positions] int64"""
         if self.shard.size == 1 or self.shard.rank:
             return
-        end = int(attention.extend_end.max()) + 1  # planned transfer: only CPUs share a model
+        end = int(attention.extend_end.max()) + 1  # planned transfer
         lines, nodes, none = table[attention.table_rows, :end], attention.node_slots, slots[:0]
         used = none if pool.window_of is None else torch.cat([slots, nodes.flatten(), lines.flatten()])
         whole, chosen = (True, none) if isinstance(logit_rows, slice) else (False, logit_rows)
@@ -135,24 +135,25 @@ class Peers:
             *(used, none if pool.window_of is None else pool.window_of[used]),
         ]
         numbers = [pool.num_slots, pool.num_places or 0, whole, *(part.numel() for part in parts)]
-        self._send(_bytes_of(torch.cat([torch.tensor(numbers), *(part.flatten() for part in parts)])))
+        message = torch.cat([part.flatten() for part in parts]).cpu()  # planned transfer
+        self._send(_bytes_of(torch.cat([torch.tensor(numbers), message])))
 
-    def heard(self) -> Iterator[SharedForward]:
-        """Yield the leader's forwards until it ends. Each must be computed before the next is heard."""
+    def heard(self, device: torch.device) -> Iterator[SharedForward]:
+        """Yield the leader's forwards until it ends. Each must be computed, on `device`, before the next is heard."""
         while message := self._heard():
             if message == _BEAT:
                 self.total(0)
                 continue
             numbers = torch.frombuffer(bytearray(message), dtype=torch.int64)
-            begin = numbers[: _NUMBERS + _PARTS].tolist()  # planned transfer: only CPUs share a model
-            num_slots, num_places, whole, *lengths = begin
-            parts = numbers[_NUMBERS + _PARTS :].split(lengths)
+            num_slots, num_places, whole, *lengths = numbers[: _NUMBERS + _PARTS].tolist()  # planned transfer
+            parts = numbers[_NUMBERS + _PARTS :].to(device).split(lengths)
             sequence, positions, node, slots, ends, *trees, flags, chosen, lines, used, places = parts
             count, nodes = len(ends), len(trees[0]) // len(ends)
             shapes = (count, nodes), (count, nodes, nodes)
             seen = flags.view(torch.uint8)[: count * nodes**2].view(shapes[1]).bool()
             node_slots, depths = (value.view(shapes[0]) for value in trees)
-            rows = AttentionRows(sequence, positions, node, torch.arange(count), ends, node_slots, depths, seen)
+            order = torch.arange(count, device=device)
+            rows = AttentionRows(sequence, positions, node, order, ends, node_slots, depths, seen)
             logit_rows = slice(None) if whole else chosen
             pool = num_slots, num_places or None
             yield SharedForward(*pool, (used, places), rows, slots, logit_rows, lines.view(count, -1))

@@ -178,8 +178,8 @@ class ModelShard:
         return None
 
     def note(self, name: str, shape: tuple[int, ...], read: Callable[[Tensor], Tensor]) -> None:
-        """Note a sample of a whole weight, of which only a part is loaded; see `even_sample`. `read`: reads its rows, of
-        all experts one after the other; [rows] int64 -> [rows, ...]."""
+        """Note a sample of a whole weight, of which only a part is loaded; see `even_sample`. `read`: reads its rows,
+        of all experts one after the other; [rows] int64 -> [rows, ...]."""
         rows = shape if len(shape) < 3 else (shape[0] * shape[1], *shape[2:])
         self.samples[name] = shape, even_sample_of(rows, SAMPLES, read)
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.gguf_shapes import Shape, write_shape
+from benchmarks.gguf_shapes import Mix, Shape, write_shape
 from drafters.tree import DraftTree
 from kernels.cpu import library
 from kernels.pieces import TensorShard
@@ -176,7 +176,7 @@ def test_layers_with_a_window_keep_fewer_places(tmp_path: Path) -> None:
 
 
 def test_files_keep_their_blocks(tmp_path: Path) -> None:
-    shape = Shape(hidden=1024, layers=2, heads=8, kv_heads=2, dim=128, feed_forward=1280, vocab=49152)
+    shape = Shape(hidden=256, layers=2, heads=8, kv_heads=2, dim=128, feed_forward=1280, vocab=49152)
     embedded = gguf_file(EMBEDDED_NAME)
     assert embedded is not None
     write_shape(tmp_path / "a.gguf", shape, "q4_k_m", embedded)
@@ -184,7 +184,7 @@ def test_files_keep_their_blocks(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("arch", "mix"), [("qwen3moe", "q4_k_m"), ("gpt-oss", "mxfp4")])
-def test_files_of_experts_keep_their_blocks(arch: str, mix: str, tmp_path: Path) -> None:
+def test_files_of_experts_keep_their_blocks(arch: str, mix: Mix, tmp_path: Path) -> None:
     embedded = gguf_file(EMBEDDED_NAME)
     assert embedded is not None
     sizes: dict[str, Any] = {"hidden": 256, "layers": 2, "heads": 8, "kv_heads": 2, "dim": 128, "feed_forward": 256}
