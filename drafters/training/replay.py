@@ -77,20 +77,6 @@ def replay_served(model: SpecBlock | None, embed: Embed, example: Example) -> Re
     return Replayed(last - example.prompt, steps)
 
 
-@torch.no_grad()
-def memory_chances(example: Example) -> Tensor:
-    """Return the chance that the memory alone gave each token of an answer, from its record: 0 for a token that it did
-    not propose, or gave less than a 64th, or without a record. # -> [length - prompt] float32"""
-    chances = torch.zeros(example.length - example.prompt)
-    if example.memory is not None:
-        memory = _RebuiltMemory(example, example.memory, None)
-        for place, token in enumerate(memory.tokens[example.prompt :].tolist()):
-            tree = memory.grow(example.prompt - 1 + place, _PROPOSED, 1 / 64)
-            chances[place] = (tree.survival * ((tree.depths == 1) & (tree.tokens == token))).max()
-            memory.commit(example.prompt - 1 + place, 1)
-    return chances
-
-
 class _RebuiltMemory:
     """The memory as it drafted for an answer, in tables of its own on the CPU."""
 
@@ -115,11 +101,11 @@ class _RebuiltMemory:
         first = torch.full_like(used, len(places)).scatter_reduce_(0, number, torch.arange(len(places)), "amin")
         memory.entries[used] = recorded.lines.cpu().flatten(0, 1)[first]
 
-    def grow(self, root: int, nodes: int, least: float = MIN_SURVIVAL) -> DraftTree:
+    def grow(self, root: int, nodes: int) -> DraftTree:
         """Grow the tree of `nodes` nodes after the token at index `root`. # -> [1, nodes]"""
         self._memory.roots[0] = self._example.start + root
         proposed = self._trees and self._trees.take(torch.tensor([root - self._example.prompt]))
-        return self._ops.grow_joint_tree(self._memory, self._rows, proposed, nodes, least)
+        return self._ops.grow_joint_tree(self._memory, self._rows, proposed, nodes, MIN_SURVIVAL)
 
     def accepted(self, root: int, nodes: int) -> int:
         """Grow a tree and return how many of its nodes are accepted; the last token of an answer is never drafted."""

@@ -3,7 +3,7 @@ dequantised to the model's dtype."""
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from math import prod
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from drafters.folders import FILES, DrafterInFile
-from drafters.network.checkpoint import HEAD, DrafterError
+from drafters.network.checkpoint import HEAD, DrafterError, even_sample
 from kernels.experts import QuantisedStack
 from kernels.layers import COLUMNS, QuantisedWeight
 from service.engine.gguf_blocks import PLAIN, dense, kept, numbers, part_of, unit_of
@@ -34,7 +34,7 @@ from service.engine.modules import (
     is_experts,
     layer_weights,
 )
-from service.engine.shards import ModelShard
+from service.engine.shards import SAMPLES, ModelShard
 from service.errors import StartupError
 
 logger = logging.getLogger(__name__)
@@ -159,9 +159,8 @@ class _ExpertLoader:
                 stacks[name] = self._in_blocks(name, [*parts.values()])
             else:
                 interleaved = not experts.is_concatenated and len(parts) > 1
-                read = partial(_joined, parts.values(), turned, interleaved)
-                whole = self._dense(name, tuple(parameter.shape), read)
-                setattr(experts, name, nn.Parameter(whole, requires_grad=False))
+                whole = _joined(parts.values(), torch.empty(parameter.shape, dtype=self.dtype), turned, interleaved)
+                setattr(experts, name, nn.Parameter(self._own_of(name, whole), requires_grad=False))
             self.file.give_back()
         return (QuantisedExperts(experts, stacks) if stacks else experts), used
 
@@ -207,31 +206,19 @@ class _ExpertLoader:
         given = [(parts[part].data[expert][row : row + 1], parts[part].kind) for part, row in places]
         return torch.cat([kept(data, kind, self.dtype)[0].dense() for data, kind in given])
 
-    def _dense(self, name: str, shape: tuple[int, ...], read: Callable[[Tensor, Sequence[int]], Tensor]) -> Tensor:
-        """Dequantise a parameter of the device's experts. `shape`: of all; `read`: reads experts into a tensor."""
-
-        def values(experts: Sequence[int]) -> Tensor:
-            return read(torch.empty(len(experts), *shape[1:], dtype=self.dtype), experts)
-
-        def lines(numbers: Tensor) -> Tensor:
-            height = prod(shape[1:-1])
-            owners = numbers // height
-            of_one = {one: values([one]).view(height, -1) for one in owners.unique().tolist()}
-            return torch.stack([of_one[number // height][number % height] for number in numbers.tolist()])
-
-        if self.part is not None:
-            self.part.note(f"{self.place}.{name}", shape, lines)
-        own = values(range(shape[0])[self._own(name)])
-        self.counts[str(self.dtype).removeprefix("torch.")] += own.numel()
-        return own
+    def _own_of(self, name: str, whole: Tensor) -> Tensor:
+        """Take the device's experts of a parameter. # [experts, ...] -> [own experts, ...]"""
+        self.counts[str(self.dtype).removeprefix("torch.")] += whole.numel()
+        if self.part is None:
+            return whole
+        self.part.samples[f"{self.place}.{name}"] = tuple(whole.shape), even_sample(whole, SAMPLES)
+        return whole[self._own(name)].clone()
 
 
-def _joined(
-    parts: Collection[GGUFTensor], turned: bool, interleaved: bool, whole: Tensor, experts: Sequence[int]
-) -> Tensor:
-    """Dequantise a parameter of these experts into `whole`, in transformers' layout: `turned` [experts, in, out]
-    instead of [experts, out, in], `interleaved` with gate and up rows by turns."""
-    for expert, place in zip(experts, whole, strict=True):
+def _joined(parts: Collection[GGUFTensor], whole: Tensor, turned: bool, interleaved: bool) -> Tensor:
+    """Dequantise a parameter of all experts into `whole`, in transformers' layout: `turned` [experts, in, out] instead
+    of [experts, out, in], `interleaved` with gate and up rows by turns."""
+    for expert, place in enumerate(whole):
         rows = torch.cat(
             [dense(GGUFTensor(part.shape[1:], part.kind, part.data[expert]), whole.dtype) for part in parts]
         )
