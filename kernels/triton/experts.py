@@ -3,8 +3,8 @@
 """The feed-forward of `kernels.experts` in three launches: products before the gate, products after it, and the sum.
 
 A program computes some outputs of one expert for a tile of its rows. How many tiles an expert has is known on the
-device alone, so that there are as many programs as there may be tiles; a program without rows ends at once. As in
-`kernels.triton.layers`, a row's sums have one order in any tile."""
+device alone, so that there are as many programs as there may be tiles; a program without rows ends at once. Experts of
+other devices have no tiles. As in `kernels.triton.layers`, a row's sums have one order in any tile."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from kernels.experts import Experts, QuantisedStack, StackedWeight
 from kernels.layers import GateForm
+from kernels.pieces import NUM_PIECES, Pieces, pieces_of
 from kernels.triton.layers import Tile, gated, tiled
 
 _FEW, _MANY = Tile(16, 64, 64, 4, 4, fewest=0), Tile(64, 64, 64, 4, 4, fewest=0)
@@ -34,32 +35,51 @@ class _GroupedExperts:
     gate_up_bias: Tensor | None
     down_bias: Tensor | None
     gate: GateForm
+    pieces: Pieces
+    piece_of: Tensor  # piece of each expert, [experts] int64
 
     def __call__(self, x: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
-        """Run the chosen experts. # x [rows, in]; indices, weights [rows, chosen] -> [rows, out]"""
+        """Run the chosen experts. # x [rows, in]; indices, weights [rows, chosen], ascending -> [rows, out]"""
         (rows, chosen), (experts, out, width) = indices.shape, self.down.shape
-        y = x.new_empty(rows, out)
+        y = x.new_empty(rows, out, dtype=x.dtype if self.pieces.whole else torch.float32)
         if not rows:
             return y
-        tile, flat = _tile_for(x.dtype, rows * chosen, experts), indices.flatten()
-        pairs = _Pairs(flat, tiled(flat, experts, tile.rows), tile, chosen)
+        own = rows * chosen * len(self.pieces.spans) // NUM_PIECES  # pairs of experts that are here, about
+        tile, flat = _tile_for(x.dtype, own, experts), indices.flatten()
+        tiles = tiled(flat, experts, tile.rows) if self.pieces.whole else _own_tiles(flat, experts, tile.rows)
+        pairs = _Pairs(flat, tiles, tile, chosen)
         hidden, parts = x.new_empty(rows * chosen, width), x.new_empty(rows * chosen, out)
         _multiply(x.contiguous(), self.gate_up, self.gate_up_bias, hidden, pairs, self.gate)
         _multiply(hidden, self.down, self.down_bias, parts, pairs, None)
         _add_chosen[(rows, triton.cdiv(out, _BLOCK))](
-            parts, weights.contiguous(), y, out, CHOSEN=chosen, BLOCK=_BLOCK, enable_fp_fusion=True
-        )
+            parts, weights.contiguous(), flat, self.piece_of, y, out, experts,
+            CHOSEN=chosen, BLOCK=_BLOCK, enable_fp_fusion=False,
+        )  # fmt: skip
         return y
 
 
 def plan_experts(
-    gate_up: StackedWeight, down: StackedWeight, gate_up_bias: Tensor | None, down_bias: Tensor | None, gate: GateForm
+    gate_up: StackedWeight,
+    down: StackedWeight,
+    gate_up_bias: Tensor | None,
+    down_bias: Tensor | None,
+    gate: GateForm,
+    pieces: Pieces | None = None,
 ) -> Experts:
     """Same as the reference op; quantised weights are dequantised. # gate_up [experts, 2 * width, in], down [experts,
     out, width], gate_up_bias [experts, 2 * width], down_bias [experts, out]"""
     up, last = (stack.dense() if isinstance(stack, QuantisedStack) else stack.contiguous() for stack in (gate_up, down))
     up_bias, last_bias = (None if bias is None else bias.contiguous() for bias in (gate_up_bias, down_bias))
-    return _GroupedExperts(up, last, up_bias, last_bias, gate)
+    cut = pieces or pieces_of(len(up), 1)
+    piece_of = torch.repeat_interleave(torch.tensor(cut.ends, device=up.device).diff())
+    return _GroupedExperts(up, last, up_bias, last_bias, gate, cut, piece_of)
+
+
+def _own_tiles(indices: Tensor, experts: int, rows: int) -> Tensor:
+    """Tiles of the pairs whose experts are here. # indices [pairs] -> [tiles, rows]"""
+    groups = torch.where((indices >= 0) & (indices < experts), indices, experts)
+    tiles = tiled(groups, experts + 1, rows)
+    return torch.where(groups[tiles] < experts, tiles, -1)
 
 
 def _tile_for(dtype: torch.dtype, pairs: int, experts: int) -> Tile:
@@ -117,7 +137,7 @@ def _grouped(
     last = tl.max(pair, 0)
     expert = tl.load(experts + tl.maximum(last, 0))
     feature = tl.program_id(1) * FEATURES + tl.arange(0, FEATURES)
-    is_row, is_feature = pair >= 0, feature < width
+    is_row, is_feature = pair >= 0, feature < tl.where(last >= 0, width, 0)
     source = pair // CHOSEN if gated_too else pair
     outputs = width * (2 if gated_too else 1)
     lines = weight + (expert * outputs + feature)[:, None] * columns
@@ -150,15 +170,35 @@ def _grouped(
 def _add_chosen(
     parts: tl.tensor,
     weights: tl.tensor,
+    experts: tl.tensor,
+    piece_of: tl.tensor,
     out: tl.tensor,
     width: tl.tensor,
+    number: tl.tensor,
     CHOSEN: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Add up a row's results in the order of its experts. # parts [rows, chosen, width]"""
+    """Add up a row's results in the order of its experts: within a piece, then within a pair, a half and the whole of
+    the pieces, each when the next expert is in another one. # parts [rows, chosen, width]"""
     row, place = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.float32)
-    for one in range(CHOSEN):
-        value = tl.load(parts + (row * CHOSEN + one) * width + place, mask=place < width, other=0.0)
-        total += value.to(tl.float32) * tl.load(weights + row * CHOSEN + one)
-    tl.store(out + row * width + place, total, mask=place < width)
+    pair, half, whole, before = total, total, total, 0
+    for one in tl.static_range(CHOSEN):
+        at = row * CHOSEN + one
+        expert = tl.load(experts + at)
+        is_here = (expert >= 0) & (expert < number)
+        held = place < tl.where(is_here, width, 0)
+        value = tl.load(parts + at * width + place, mask=held, other=0.0).to(tl.float32)
+        piece = tl.load(piece_of + expert, mask=is_here, other=before)
+        pair, total = _carried(total, pair, piece != before)
+        half, pair = _carried(pair, half, piece // 2 != before // 2)
+        whole, half = _carried(half, whole, piece // 4 != before // 4)
+        total += tl.where(is_here, value * tl.load(weights + at), 0.0)
+        before = piece
+    tl.store(out + row * width + place, whole + (half + (pair + total)), mask=place < width)
+
+
+@triton.jit
+def _carried(lower: tl.tensor, upper: tl.tensor, ends: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
+    """Add a sum that ends to that of the level above it, and start anew."""
+    return tl.where(ends, upper + lower, upper), tl.where(ends, 0.0, lower)

@@ -2,10 +2,11 @@
 # mypy: allow-untyped-decorators
 """Ops of `kernels/layers.py` in one launch each.
 
-A product sums every row as one chain of multiply-adds in the order of its columns, in float32, in any tile. With few
-rows, reading the weights bounds the time; programs stream them through several pipeline stages, which keeps enough
-bytes in flight without splitting the columns (split-K). Weights are the left factor of the products, so that tiles of
-few and of many rows use the same instructions.
+A product sums every row as one chain of multiply-adds in the order of its columns, in float32, in any tile. Where
+several devices share the columns, each piece of `kernels.pieces` is such a chain, and a second launch adds them up.
+With few rows, reading the weights bounds the time; programs stream them through several pipeline stages, which keeps
+enough bytes in flight without splitting the columns further (split-K). Weights are the left factor of the products, so
+that tiles of few and of many rows use the same instructions.
 
 One program norms a row, and one rotates a head of a row, so that sums do not depend on the batch. Values that the
 references round are rounded here, and the products of the rotation are not fused with their sum, so that the result has
@@ -13,6 +14,7 @@ the reference's bits."""
 
 from dataclasses import dataclass
 from functools import cache
+from math import gcd
 
 import torch
 import triton
@@ -57,29 +59,33 @@ _FLOAT32 = Tile(16, 64, 32, 4, 2, fewest=0)
 
 
 def plan_linear(weight: Weight, bias: Tensor | None, pieces: Pieces | None = None) -> Product:
-    """Same as the reference op, but one sum of all columns, which several devices cannot share; quantised weights are
-    dequantised. Raises NotImplementedError for a part of a sum. # weight [out, in], bias [out]"""
-    if pieces is not None and not pieces.whole:
-        raise NotImplementedError("products over several devices")
+    """Same as the reference op, but a whole sum is one chain of all columns, which several devices do not compute;
+    quantised weights are dequantised. # weight [out, in], bias [out]"""
     weight = dense(weight).contiguous()
     features, columns = weight.shape
+    ends, unit = None, columns
+    if pieces is not None and not pieces.whole:
+        bias, unit = None, gcd(*pieces.ends)
+        ends = torch.tensor(pieces.ends, dtype=torch.int32, device=weight.device) // unit
 
     def product(x: Tensor) -> Tensor:
         lines = x.reshape(-1, columns).contiguous()
-        out = x.new_empty(lines.shape[0], features)
+        count, dtype = (1, x.dtype) if ends is None else (len(ends) - 1, torch.float32)
+        out = x.new_empty(count, lines.shape[0], features, dtype=dtype)
         if lines.shape[0]:
-            _launch(lines, weight, bias, out)
-        return out.view(*x.shape[:-1], features)
+            _launch(lines, weight, bias, out, ends, unit)
+        return (out if count == 1 else add_sums(out, None, dtype)).view(*x.shape[:-1], features)
 
     return product
 
 
-def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
-    (rows, columns), features = x.shape, out.shape[1]
-    tile = _FLOAT32 if x.dtype == torch.float32 else _tile_for(rows, features)
-    _linear[triton.cdiv(rows, tile.rows), triton.cdiv(features, tile.features)](
-        x, weight, x if bias is None else bias, out, rows, features, columns,
-        HAS_BIAS=bias is not None, EVEN=columns % tile.columns == 0,
+def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, ends: Tensor | None, unit: int) -> None:
+    """`unit`: of `ends` in columns. # ends [pieces + 1] int32, out [pieces, rows, features]"""
+    (rows, columns), (pieces, _, features) = x.shape, out.shape
+    tile = _FLOAT32 if x.dtype == torch.float32 else _tile_for(rows, features * pieces)
+    _linear[triton.cdiv(rows, tile.rows), triton.cdiv(features, tile.features), pieces](
+        x, weight, x if bias is None else bias, out, ends, None if ends is None else unit, rows, features, columns,
+        HAS_BIAS=bias is not None, EVEN=unit % tile.columns == 0,
         ROWS=tile.rows, FEATURES=tile.features, COLUMNS=tile.columns, num_warps=tile.warps,
         num_stages=min(tile.stages, _shared_memory(x.device) // tile.stage_bytes(x.element_size())),
         enable_fp_fusion=True,
@@ -125,6 +131,8 @@ def _linear(
     weight: tl.tensor,
     bias: tl.tensor,
     out: tl.tensor,
+    ends: tl.tensor,
+    unit: tl.tensor,
     rows: tl.tensor,
     features: tl.tensor,
     columns: tl.tensor,
@@ -134,18 +142,24 @@ def _linear(
     FEATURES: tl.constexpr,
     COLUMNS: tl.constexpr,
 ) -> None:
-    """Compute one tile of the output. Programs of the same weights run next to each other, so that they share reads."""
+    """Compute one tile of the output, or of the sum of one piece. Programs of the same weights run next to each other,
+    so that they share reads."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     feature = tl.program_id(1) * FEATURES + tl.arange(0, FEATURES)
     is_row, is_feature = row < rows, feature < features
     lines = weight + feature.to(tl.int64)[:, None] * columns
     others = x + row.to(tl.int64)[None, :] * columns
+    first, end = 0, columns
+    if ends is not None:
+        piece = tl.program_id(2)
+        first, end = tl.load(ends + piece) * unit, tl.load(ends + piece + 1) * unit
+        out += piece.to(tl.int64) * rows * features
     total = tl.zeros([FEATURES, ROWS], tl.float32)
-    for start in range(0, columns, COLUMNS):
+    for start in range(first, end, COLUMNS):
         column = start + tl.arange(0, COLUMNS)
         left_held, right_held = is_feature[:, None], is_row[None, :]
         if not EVEN:
-            left_held, right_held = left_held & (column < columns)[None, :], right_held & (column < columns)[:, None]
+            left_held, right_held = left_held & (column < end)[None, :], right_held & (column < end)[:, None]
         left = tl.load(lines + column[None, :], mask=left_held, other=0.0)
         right = tl.load(others + column[:, None], mask=right_held, other=0.0)
         total = tl.dot(left, right, total, input_precision="ieee")
@@ -156,6 +170,40 @@ def _linear(
 
 
 _BLOCK = 1024
+
+
+def add_sums(sums: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Compute `finished(added(sums), bias, dtype)` of `kernels.pieces`, to the bit.
+    # sums [1, 2, 4 or 8, rows, features] float32, bias [features] -> [rows, features]"""
+    _, rows, features = sums.shape
+    out = sums.new_empty(rows, features, dtype=dtype)
+    if rows:
+        _add_sums[rows, triton.cdiv(features, _BLOCK)](
+            sums.contiguous(), bias, out, features, COUNT=len(sums), BLOCK=_BLOCK, enable_fp_fusion=False
+        )
+    return out
+
+
+@triton.jit
+def _add_sums(
+    sums: tl.tensor, bias: tl.tensor, out: tl.tensor, features: tl.tensor, COUNT: tl.constexpr, BLOCK: tl.constexpr
+) -> None:
+    row, place = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    held, at, stride = place < features, row * features + place, tl.num_programs(0).to(tl.int64) * features
+    first = sums + at
+    total = tl.load(first, mask=held, other=0.0) if COUNT == 1 else _pair(first, stride, held)
+    if COUNT > 2:
+        total += _pair(first + 2 * stride, stride, held)
+    if COUNT > 4:
+        total += _pair(first + 4 * stride, stride, held) + _pair(first + 6 * stride, stride, held)
+    if bias is not None:
+        total += tl.load(bias + place, mask=held, other=0.0).to(tl.float32)
+    tl.store(out + at, total, mask=held)
+
+
+@triton.jit
+def _pair(sums: tl.tensor, stride: tl.tensor, held: tl.tensor) -> tl.tensor:
+    return tl.load(sums, mask=held, other=0.0) + tl.load(sums + stride, mask=held, other=0.0)
 
 
 def add_rms_norm(

@@ -209,6 +209,28 @@ def test_on_a_device_every_tile_and_company_gives_the_same_bits(
             assert torch.equal(run(*given), whole)
 
 
+@pytest.mark.parametrize(("experts", "dtype"), [(6, torch.float32), (12, torch.bfloat16)])
+def test_parts_of_any_number_of_devices_add_up_to_the_whole(experts: int, dtype: torch.dtype, device: str) -> None:
+    shapes = (2 * 16, 24), (20, 16), (2 * 16,), (20,)
+    up, down, *biases = (drawn(experts, *shape, dtype=dtype).to(device) for shape in shapes)
+    x, indices, weights = (value.to(device) for value in (drawn(5, 24, dtype=dtype), *choices(5, 4, experts)))
+    whole = plan_experts(up, down, biases[0], biases[1], GATES[0])(x, indices, weights)
+    given = [value.cpu() for value in (up, down, *biases, x, indices, weights)]
+    assert_close(whole.cpu(), REFERENCE.plan_experts(given[0], given[1], given[2], given[3], GATES[0])(*given[4:]))
+    far = 2**40  # experts of other devices, whose weights cannot be read
+    for size in (2, 4, 8):  # of 8 devices some have none of 6 experts
+        sums = []
+        for rank in range(size):
+            first, *ends = TensorShard(rank, size).ends(pieces_of(experts, 1))
+            own, cut = slice(first, ends[-1]), Pieces((0, *(end - first for end in ends)), whole=False)
+            run = plan_experts(up[own], down[own], biases[0][own], biases[1][own], GATES[0], cut)
+            there = (indices - first).masked_fill(indices < first, -far).masked_fill(indices >= ends[-1], far)
+            sums.append(run(x, there, weights))
+            assert torch.equal(run(x[-1:], there[-1:], weights[-1:]), sums[-1][-1:])
+        assert {one.dtype for one in sums} == {torch.float32}
+        assert torch.equal(finished(added(sums), None, dtype), whole)
+
+
 def test_stacks_of_different_forms_are_joined(compiled: Ops) -> None:
     gate, up = (quantised(compiled, form, WIDTH, HIDDEN, torch.float32) for form in (FORMS[1], FORMS[4]))
     kind, down = type(gate[0]), drawn(EXPERTS, HIDDEN, WIDTH)

@@ -1,5 +1,5 @@
-"""Sums of eight pieces: the compiled kernels' are the reference's up to rounding, and those of parts, added by the
-tree, are the whole one's bits."""
+"""Sums of eight pieces: the kernels' are the reference's up to rounding, and those of parts, added by the tree, are the
+whole one's bits."""
 
 from collections.abc import Sequence
 
@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from kernels.layers import BlockFormat, QuantisedBlocks, Weight
-from kernels.ops import REFERENCE, Ops
+from kernels.ops import REFERENCE, Ops, implementation
 from kernels.pieces import NUM_PIECES, Pieces, TensorShard, added, finished, pieces_of
+from kernels.triton import layers as kernel
 from tests.kernels.test_cpu_quantised import assert_close, random_blocks
 
 UNITS = BlockFormat(4, 0, has_minima=True, has_units=True)
@@ -30,15 +31,21 @@ def test_the_sum_is_a_tree_of_neighbours() -> None:
     assert added(values) == ((one + two) + (three + four)) + ((five + six) + (seven + eight))
 
 
-def assert_parts_add_up(ops: Ops, whole: Weight, parts: Sequence[Weight], x: Tensor, unit: int) -> None:
-    """`parts`: the weights of each device. # x [rows, columns]"""
-    bias = torch.randn(whole.shape[0]).to(x.dtype)
-    expected, pieces, sums = ops.plan_row_product(whole, bias, unit)(x), pieces_of(x.shape[1], unit), []
+def sums_of(ops: Ops, parts: Sequence[Weight], x: Tensor, pieces: Pieces) -> list[Tensor]:
+    """Sums of each device. `parts`: their weights. # x [rows, columns]"""
+    sums = []
     for rank, weight in enumerate(parts):
         first, *ends = TensorShard(rank, len(parts)).ends(pieces)
         product = ops.plan_linear(weight, None, Pieces((0, *(end - first for end in ends)), whole=False))
         sums.append(product(x[:, first : ends[-1]]))
     assert {one.dtype for one in sums} == {torch.float32}
+    return sums
+
+
+def assert_parts_add_up(ops: Ops, whole: Weight, parts: Sequence[Weight], x: Tensor, unit: int) -> None:
+    """`parts`: the weights of each device. # x [rows, columns]"""
+    bias = torch.randn(whole.shape[0]).to(x.dtype)
+    expected, sums = ops.plan_row_product(whole, bias, unit)(x), sums_of(ops, parts, x, pieces_of(x.shape[1], unit))
     assert torch.equal(finished(added(sums), bias, x.dtype), expected)
 
 
@@ -65,3 +72,36 @@ def test_parts_of_quantised_weights_add_up_to_the_whole(compiled: Ops, form: Blo
     assert whole.unit == other.unit == unit
     assert_parts_add_up(compiled, whole, half, x, unit)
     assert_close(compiled.plan_row_product(whole, None, 1)(x), REFERENCE.plan_row_product(other, None, 1)(x))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("columns", "unit", "sizes"), [(576, 64, (2, 4, 8)), (131, 32, (2, 4)), (70, 7, (2, 4, 8))])
+def test_parts_of_any_number_of_devices_add_up_to_the_same_bits(
+    columns: int, unit: int, sizes: tuple[int, ...], dtype: torch.dtype, device: str
+) -> None:
+    weight, x, bias = (torch.randn(shape).to(device, dtype) for shape in ((40, columns), (19, columns), (40,)))
+    pieces, ops = pieces_of(columns, unit), implementation("triton")
+    (whole,) = sums_of(ops, [weight], x, pieces)
+    (plain,) = sums_of(REFERENCE, [weight.cpu()], x.cpu(), pieces)
+    torch.testing.assert_close(whole.cpu(), plain, rtol=1e-4, atol=1e-3)
+    for size in sizes:
+        sums = sums_of(ops, [weight[:, TensorShard(rank, size).span(pieces)] for rank in range(size)], x, pieces)
+        assert torch.equal(added(sums), whole)
+        for added_last in (None, bias):
+            found = kernel.add_sums(torch.stack(sums), added_last, dtype)
+            assert found.dtype == dtype
+            assert torch.equal(found, finished(whole, added_last, dtype))
+
+
+@pytest.mark.parametrize("ends", [(0, 32, 32, 100, 150), (0, 128, 128)])
+def test_on_a_device_every_tile_and_company_gives_a_part_the_same_bits(
+    ends: tuple[int, ...], device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weight, x = (torch.randn(count, ends[-1]).to(device, torch.bfloat16) for count in (70, 70))
+    product = kernel.plan_linear(weight, None, Pieces(ends, whole=False))
+    whole = product(x)
+    for rows in (0, 1, 20):
+        assert torch.equal(product(x[:rows]), whole[:rows])
+    for tile in kernel._TILES:
+        monkeypatch.setattr(kernel, "_TILES", (tile,))
+        assert torch.equal(product(x), whole)

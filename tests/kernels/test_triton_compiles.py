@@ -12,6 +12,7 @@ from tests.architecture.rules import ROOT
 
 KERNELS = {
     "_linear",
+    "_add_sums",
     "_prefix_kernel",
     "_tail_kernel",
     "_best_of_parts",
@@ -19,7 +20,6 @@ KERNELS = {
     "_features_of_row",
     "_walk",
     "_commit",
-    "_dense_gradient",
     "_add_norm",
     "_gate",
     "_grouped",
