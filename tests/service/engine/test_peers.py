@@ -12,10 +12,13 @@ from typing import Any, TypeVar
 import pytest
 import torch
 from torch import Tensor
+from triton.runtime.interpreter import GridExecutor
 
 from benchmarks.gguf_shapes import Mix, Shape, write_shape
 from drafters.tree import DraftTree
+from kernels import ops
 from kernels.cpu import library
+from kernels.ops import implementation
 from kernels.pieces import TensorShard
 from kernels.rows import ExtendRows
 from service.bench.servers import came_true
@@ -40,6 +43,7 @@ from service.engine.weights import (
 )
 from service.errors import PeerLost, StartupError
 from service.follow import compute
+from tests.kernels.conftest import prepared
 from tests.service.engine.harness import LIMITS, vocabulary_of
 from tests.tiny_models import WINDOW, loaded_tiny, tiny_model
 
@@ -140,6 +144,14 @@ def texts(target: Target) -> Tensor:
     return torch.cat(found)
 
 
+def few_rows(target: Target) -> Tensor:
+    """Logits of a tree after a short prompt. # -> [rows, vocab]"""
+    trial = Trial(target, sequences=1, max_length=40)
+    trial.prefill(0, trial.random_tokens(5), chunk=7)
+    tree = DraftTree.of(torch.tensor([[7, 8, 9]]), torch.tensor([[-1, 0, 0]]))
+    return trial.verify([ExtendRows(0, 5, trial.random_tokens(1), completes=True)], tree).flatten(0, 1)
+
+
 def assert_shared(folder: str, dtype: torch.dtype = torch.float32, *, sizes: tuple[int, ...], **pool: Any) -> None:
     expected, whole = shared(folder, 1, texts, dtype, **pool)
     for size in sizes:
@@ -195,6 +207,26 @@ def test_files_of_experts_keep_their_blocks(arch: str, mix: Mix, tmp_path: Path)
 
 def test_the_embedded_model_has_nine_heads_for_four_processes() -> None:
     assert_shared(EMBEDDED_NAME, sizes=(4,))
+
+
+@pytest.mark.slow("the device's kernels interpreted", covers="kernels/triton service/engine/peers.py")
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+def test_kernels_of_a_device_share_a_model(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two devices have the bits of four."""
+    folder = str(tiny_model(family, tmp_path, **{**WIDE, **EXPERTS, "num_hidden_layers": 2}))
+    expected, _ = shared(folder, 1, few_rows)
+    prepared("cpu", monkeypatch)
+    interpreted, one_at_a_time, launch = implementation("triton"), threading.Lock(), GridExecutor.__call__
+
+    def locked(*given: Any, **named: Any) -> None:
+        with one_at_a_time:
+            launch(*given, **named)
+
+    monkeypatch.setattr(GridExecutor, "__call__", locked)
+    monkeypatch.setattr(ops, "_table", lambda device_type: interpreted)
+    two, four = (shared(folder, size, few_rows)[0] for size in (2, 4))
+    assert torch.equal(two, four)
+    torch.testing.assert_close(two, expected, rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize(
