@@ -1,11 +1,13 @@
 """A model that two real processes share: the answers and the fingerprint of one, and what becomes of streams where a
 process is killed, stopped or cut off."""
 
+import ctypes
 import json
+import os
 import random
-import signal
+import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +32,7 @@ BODY = {"model": "tiny", "prompt": "one is the other", "max_tokens": 60, "temper
 LONG = {**BODY, "max_tokens": 400, "ignore_eos": True, "stream": True}
 STOPPED_SECONDS = 30 + 10  # the leader's patience, and the end of the server
 KILLS = 20
+PIDFD_GETFD = 438  # number of this system call on x86 and ARM; Python has no function for it
 
 
 @pytest.fixture(scope="module")
@@ -100,20 +103,30 @@ def test_followers_end_with_a_leader_that_is_killed(servers: Servers) -> None:
     follower.wait(20)
 
 
+def cut_off(follower: psutil.Process) -> None:
+    """Cut the connection of a follower to its leader, by a copy of its socket; both processes run on."""
+    (own,) = (one for one in follower.net_connections("tcp") if one.status == psutil.CONN_ESTABLISHED)
+    process = os.pidfd_open(follower.pid)
+    copied = ctypes.CDLL(None).syscall(PIDFD_GETFD, process, own.fd, 0)
+    os.close(process)
+    with socket.socket(fileno=copied) as connection:
+        connection.shutdown(socket.SHUT_RDWR)
+
+
 @dataclass
 class Shared(Processes):
-    """Replicas of two processes each, of which one that follows is sent a signal."""
+    """Replicas of two processes each, of which one that follows is lost to its leader."""
 
-    signal: int = signal.SIGKILL
+    lose: Callable[[psutil.Process], None] = psutil.Process.kill
 
     def kill_one(self, rng: random.Random) -> None:
         number = rng.randrange(len(self.replicas))
         replica, began = self.replicas[number], time.monotonic()
-        follower_of(replica).send_signal(self.signal)
+        self.lose(follower_of(replica))
         assert replica.running.wait(STOPPED_SECONDS) == 1
-        print(f"the server ended {time.monotonic() - began:.1f} s after signal {self.signal}")
+        print(f"the server ended {time.monotonic() - began:.1f} s after {self.lose.__name__}")
         self.num_killed += 1
-        self.replicas[number] = self.servers.begin(f"again-{self.signal}-{self.num_killed}", self.ports[number])
+        self.replicas[number] = self.servers.begin(f"again-{self.num_killed}", self.ports[number])
         assert self.replicas[number].ready
 
 
@@ -125,11 +138,11 @@ def fleet(servers: Servers) -> Iterator[Shared]:
 
 
 @pytest.mark.parametrize(
-    ("how", "times"), [(signal.SIGKILL, KILLS), (signal.SIGSTOP, KILLS)], ids=["killed", "stopped"]
+    "lose", [psutil.Process.kill, psutil.Process.suspend, cut_off], ids=["killed", "stopped", "cut off"]
 )
-async def test_streams_go_on_where_a_process_is(how: int, times: int, fleet: Shared) -> None:
-    fleet.signal = how
-    for _ in range(times):
+async def test_streams_go_on_where_a_process_is(lose: Callable[[psutil.Process], None], fleet: Shared) -> None:
+    fleet.lose = lose
+    for _ in range(KILLS):
         undisturbed, disturbed = await streams_while_one_is_killed(fleet, 4)
         assert disturbed == undisturbed
         completions = [spoken for spoken in disturbed if isinstance(spoken, Received)]
