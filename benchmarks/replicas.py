@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated, Any, Literal
@@ -41,6 +42,11 @@ class ClientStream:
     def latency_seconds(self) -> float:
         """Seconds to the last event."""
         return self.said.seconds[-1]
+
+    @property
+    def longest_gap_seconds(self) -> float:
+        """The longest time between two events."""
+        return max((after - before for before, after in pairwise(self.said.seconds)), default=0.0)
 
 
 @dataclass
@@ -109,6 +115,7 @@ def figures_of(streams: Sequence[ClientStream], seconds: float) -> Row:
         "went_on": len(going_on),
         "to_go_on_p50_seconds": percentile(going_on, 50),
         "to_go_on_p99_seconds": percentile(going_on, 99),
+        "longest_gap_seconds": max((one.longest_gap_seconds for one in streams), default=0.0),
     }
 
 

@@ -107,3 +107,4 @@ async def test_a_load_is_distinguished_by_what_became_of_it(fleet: Processes) ->
     (row,) = rows_of(load.streams, load.kills, load.seconds)
     assert (row["streams"], row["kills"]) == (figures["streams"], len(load.kills))
     assert 0 < figures["first_p50_seconds"] <= figures["latency_p50_seconds"] <= figures["latency_p99_seconds"]
+    assert 0 < figures["longest_gap_seconds"] < max(one.latency_seconds for one in load.streams)
