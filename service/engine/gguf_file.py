@@ -202,7 +202,7 @@ class _ExpertLoader:
 
     def _rows(self, parts: Sequence[GGUFTensor], expert: int, rows: Tensor) -> Tensor:
         """Rows of an expert as they are kept, dequantised. # rows [rows] int64 -> [rows, in]"""
-        places = [divmod(row, parts[0].shape[1]) for row in rows.tolist()]
+        places = [divmod(row, parts[0].shape[1]) for row in rows.tolist()]  # planned transfer: at start
         given = [(parts[part].data[expert][row : row + 1], parts[part].kind) for part, row in places]
         return torch.cat([kept(data, kind, self.dtype)[0].dense() for data, kind in given])
 
