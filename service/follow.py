@@ -246,8 +246,10 @@ def _greeted(found: socket.socket, key: bytes, *greetings: Callable[[Connection,
     """Make a connection, with little patience for the greetings. One whose other machine has vanished is noticed."""
     found.setblocking(True)
     found.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for option, value in (("TCP_NODELAY", 1), ("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 4)):
-        found.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+    unread_milliseconds = 1000 * _PATIENCE_SECONDS
+    options = {"NODELAY": 1, "KEEPIDLE": 10, "KEEPINTVL": 5, "KEEPCNT": 4, "USER_TIMEOUT": unread_milliseconds}
+    for option, value in options.items():
+        found.setsockopt(socket.IPPROTO_TCP, getattr(socket, f"TCP_{option}"), value)
     other = Connection(found.detach())
     set_patience(other, _GREETING_SECONDS)
     for greet in greetings:
