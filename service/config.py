@@ -132,7 +132,7 @@ class ServiceConfig(BaseModel):
     tensor_parallel: int = _setting(
         1,
         "Number of processes that share the model, each on a device of its own with its part of weights and KV cache: "
-        "1, 2, 4 or 8. It changes no text on CPUs. On one machine the server starts them; across machines torchrun does.",
+        "1, 2, 4 or 8. On CPUs it changes no text. On one machine the server starts them, across machines torchrun.",
         ge=1,
         le=8,
     )
