@@ -210,7 +210,7 @@ def load_target(
             loaded = load(begin_drafter=begin)
         else:
             refuse_sharing(device)
-            how = device.type, str(dtype).removeprefix("torch."), in_blocks, in_8_bits, config.num_threads
+            how = str(device), str(dtype).removeprefix("torch."), in_blocks, in_8_bits, config.num_threads
             what = SharedModel(config.model_source, options, *how)
             loaded = load_shared(described, config.tensor_parallel, what, load)
     return replace(loaded, in_8_bits=in_8_bits)

@@ -55,7 +55,7 @@ class SharedModel:
 
     model: str
     options: dict[str, Any]  # further arguments of `describe`
-    device: str  # type of each process's
+    device: str  # of the leader; the others take those after it
     dtype: str
     in_blocks: bool
     in_8_bits: bool
@@ -99,11 +99,11 @@ def follow(peers: Peers) -> None:
     the leader does not end as it should."""
     what = SharedModel(**json.loads(peers.say()))
     use_threads(what.threads)
-    device = _CPU if what.device == "cpu" else torch.device(what.device, peers.shard.rank % torch.cuda.device_count())
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
+    device = _device_after(torch.device(what.device), peers.shard.rank)
     if what.build != build_name(device):
-        raise StartupError(f"the leader runs {what.build}, but this process {build_name(device)}: install the same")
+        raise StartupError(
+            f"the leader runs {what.build}, but this process {build_name(device)}: install the same, on equal devices"
+        )
     described = describe(what.model, **what.options)
     part, dtype = ModelShard.of(described.config, peers.shard), getattr(torch, what.dtype)
     model = load_weights(described, dtype, device, in_blocks=what.in_blocks, part=part)
@@ -114,6 +114,17 @@ def follow(peers: Peers) -> None:
     target = Target(model, KVPool(shape, 2, device), part, peers, in_8_bits=what.in_8_bits)
     logger.info("process %d of %d has its part of the model", peers.shard.rank + 1, peers.shard.size)
     compute(target)
+
+
+def _device_after(leader: torch.device, rank: int) -> torch.device:
+    """The device of a follower. Raises StartupError if there is none like the leader's."""
+    if leader.type == "cpu":
+        return leader
+    if not (count := torch.cuda.device_count()):
+        raise StartupError(f"the leader runs on {leader}, but this machine has no GPU: set device to cpu")
+    device = torch.device(leader.type, ((leader.index or 0) + rank) % count)
+    torch.cuda.set_device(device)
+    return device
 
 
 @torch.inference_mode()
@@ -249,7 +260,8 @@ def _greeted(found: socket.socket, key: bytes, *greetings: Callable[[Connection,
     unread_milliseconds = 1000 * _PATIENCE_SECONDS
     options = {"NODELAY": 1, "KEEPIDLE": 10, "KEEPINTVL": 5, "KEEPCNT": 4, "USER_TIMEOUT": unread_milliseconds}
     for option, value in options.items():
-        found.setsockopt(socket.IPPROTO_TCP, getattr(socket, f"TCP_{option}"), value)
+        if hasattr(socket, f"TCP_{option}"):  # not all systems have them
+            found.setsockopt(socket.IPPROTO_TCP, getattr(socket, f"TCP_{option}"), value)
     other = Connection(found.detach())
     set_patience(other, _GREETING_SECONDS)
     for greet in greetings:

@@ -54,8 +54,8 @@ class PackedExperts:
         cut, number = pieces or pieces_of(gate_up.shape[0], 1), gate_up.shape[0]
         words = *first.words, *second.words, number, *cut_words(cut.ends, whole=cut.whole)
         self.structure = CStruct(*words, ACTIVATIONS.index(gate.activation), floats=(gate.limit,))
-        self._of_parts = None if cut.whole else torch.float32
         """The C structure `Experts` of decoder.h."""
+        self._of_parts = None if cut.whole else torch.float32
         self._kept, self.out = (first_kept, second_kept), down.shape[1]
         self.scratch = max(gate_up.shape[2], self.out) + 3 * down.shape[2]
         """Elements of intermediate results for each row and chosen expert."""

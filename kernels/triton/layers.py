@@ -1,9 +1,9 @@
 # ruff: noqa: N803 - sizes that a kernel is compiled for are written in capitals
 # mypy: allow-untyped-decorators
-"""Ops of `kernels/layers.py` in one launch each.
+"""Ops of `kernels/layers.py` in one launch each, but for parts of sums.
 
 A product sums every row as one chain of multiply-adds in the order of its columns, in float32, in any tile. Where
-several devices share the columns, each piece of `kernels.pieces` is such a chain, and a second launch adds them up.
+several devices share the columns, each piece of `kernels.pieces` is such a chain, and they are added up afterwards.
 With few rows, reading the weights bounds the time; programs stream them through several pipeline stages, which keeps
 enough bytes in flight without splitting the columns further (split-K). Weights are the left factor of the products, so
 that tiles of few and of many rows use the same instructions.
@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.layers import GateForm, Heads, Product, RotaryRows, Weight, dense, spans_projection
-from kernels.pieces import Pieces
+from kernels.pieces import Pieces, added
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ def plan_linear(weight: Weight, bias: Tensor | None, pieces: Pieces | None = Non
         out = x.new_empty(count, lines.shape[0], features, dtype=dtype)
         if lines.shape[0]:
             _launch(lines, weight, bias, out, ends, unit)
-        return (out if count == 1 else add_sums(out, None, dtype)).view(*x.shape[:-1], features)
+        return added([*out]).view(*x.shape[:-1], features)
 
     return product
 
@@ -170,40 +170,6 @@ def _linear(
 
 
 _BLOCK = 1024
-
-
-def add_sums(sums: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Compute `finished(added(sums), bias, dtype)` of `kernels.pieces`, to the bit.
-    # sums [1, 2, 4 or 8, rows, features] float32, bias [features] -> [rows, features]"""
-    _, rows, features = sums.shape
-    out = sums.new_empty(rows, features, dtype=dtype)
-    if rows:
-        _add_sums[rows, triton.cdiv(features, _BLOCK)](
-            sums.contiguous(), bias, out, features, COUNT=len(sums), BLOCK=_BLOCK, enable_fp_fusion=False
-        )
-    return out
-
-
-@triton.jit
-def _add_sums(
-    sums: tl.tensor, bias: tl.tensor, out: tl.tensor, features: tl.tensor, COUNT: tl.constexpr, BLOCK: tl.constexpr
-) -> None:
-    row, place = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    held, at, stride = place < features, row * features + place, tl.num_programs(0).to(tl.int64) * features
-    first = sums + at
-    total = tl.load(first, mask=held, other=0.0) if COUNT == 1 else _pair(first, stride, held)
-    if COUNT > 2:
-        total += _pair(first + 2 * stride, stride, held)
-    if COUNT > 4:
-        total += _pair(first + 4 * stride, stride, held) + _pair(first + 6 * stride, stride, held)
-    if bias is not None:
-        total += tl.load(bias + place, mask=held, other=0.0).to(tl.float32)
-    tl.store(out + at, total, mask=held)
-
-
-@triton.jit
-def _pair(sums: tl.tensor, stride: tl.tensor, held: tl.tensor) -> tl.tensor:
-    return tl.load(sums, mask=held, other=0.0) + tl.load(sums + stride, mask=held, other=0.0)
 
 
 def add_rms_norm(

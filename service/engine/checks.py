@@ -21,7 +21,7 @@ _NOT_OF_THE_TEXT = re.compile(
 )
 """Weights in a target's files that its text model does not have: of a drafter, which `drafters/trained` reads, and of
 other modalities, which nothing reads."""
-_OF_AN_EXPERT = re.compile(r"(?P<place>.*\.experts\.)(?P<number>\d+)(?P<kind>\..*)")
+OF_AN_EXPERT = re.compile(r"(?P<place>.*\.experts\.)(?P<number>\d+)(?P<kind>\..*)")
 _INDEX = "model.safetensors.index.json"
 
 
@@ -125,7 +125,7 @@ def refuse_odd_tensors(folder: Path) -> None:
 
 
 def _refuse_odd_experts(shapes: Mapping[str, Any]) -> None:
-    experts = [match for match in map(_OF_AN_EXPERT.fullmatch, shapes) if match is not None]
+    experts = [match for match in map(OF_AN_EXPERT.fullmatch, shapes) if match is not None]
     count = 1 + max((int(one["number"]) for one in experts), default=-1)
     places, kinds = (Counter(one[name] for one in experts) for name in ("place", "kind"))
     usual = [kind for kind, times in kinds.items() if 2 * times > max(kinds.values())]

@@ -3,13 +3,14 @@ dequantised to the model's dtype."""
 
 import logging
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from math import prod
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from gguf import GGMLQuantizationType, dequantize
 from torch import Tensor, nn
@@ -159,8 +160,10 @@ class _ExpertLoader:
                 stacks[name] = self._in_blocks(name, [*parts.values()])
             else:
                 interleaved = not experts.is_concatenated and len(parts) > 1
-                whole = _joined(parts.values(), torch.empty(parameter.shape, dtype=self.dtype), turned, interleaved)
-                setattr(experts, name, nn.Parameter(self._own_of(name, whole), requires_grad=False))
+                join = partial(_join, parts.values(), turned=turned, interleaved=interleaved)
+                values = self._values(name, tuple(parameter.shape), [*parts.values()], join)
+                setattr(experts, name, nn.Parameter(values, requires_grad=False))
+                self.counts[str(self.dtype).removeprefix("torch.")] += values.numel()
             self.file.give_back()
         return (QuantisedExperts(experts, stacks) if stacks else experts), used
 
@@ -206,26 +209,43 @@ class _ExpertLoader:
         given = [(parts[part].data[expert][row : row + 1], parts[part].kind) for part, row in places]
         return torch.cat([kept(data, kind, self.dtype)[0].dense() for data, kind in given])
 
-    def _own_of(self, name: str, whole: Tensor) -> Tensor:
-        """Take the device's experts of a parameter. # [experts, ...] -> [own experts, ...]"""
-        self.counts[str(self.dtype).removeprefix("torch.")] += whole.numel()
-        if self.part is None:
-            return whole
-        self.part.samples[f"{self.place}.{name}"] = tuple(whole.shape), even_sample(whole, SAMPLES)
-        return whole[self._own(name)].clone()
+    def _values(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        parts: Sequence[GGUFTensor],
+        join: Callable[[Sequence[int], Tensor], None],
+    ) -> Tensor:
+        """Dequantise a parameter of the device's experts. `shape`: of all experts'; `join`: see `_join`."""
+
+        def values_of(experts: Sequence[int]) -> Tensor:
+            values = torch.empty(len(experts), *shape[1:], dtype=self.dtype)
+            join(experts, values)
+            return values
+
+        if self.part is not None:
+            if len(shape) == 2:  # biases, which are few
+                sample = even_sample(values_of(range(shape[0])), SAMPLES)
+            else:  # of the file's bytes: the devices compare them
+                data = [part.data.reshape(-1) for part in parts]
+                some = np.concatenate([one[:: max(1, len(one) // SAMPLES)] for one in data])
+                sample = torch.from_numpy(some.astype(np.float64))
+            self.part.samples[f"{self.place}.{name}"] = shape, sample
+        return values_of(range(shape[0])[self._own(name)])
 
 
-def _joined(parts: Collection[GGUFTensor], whole: Tensor, turned: bool, interleaved: bool) -> Tensor:
-    """Dequantise a parameter of all experts into `whole`, in transformers' layout: `turned` [experts, in, out] instead
-    of [experts, out, in], `interleaved` with gate and up rows by turns."""
-    for expert, place in enumerate(whole):
+def _join(
+    parts: Collection[GGUFTensor], experts: Sequence[int], values: Tensor, turned: bool, interleaved: bool
+) -> None:
+    """Dequantise a parameter of these experts into `values`, in transformers' layout: `turned` [experts, in, out]
+    instead of [experts, out, in], `interleaved` with gate and up rows by turns."""
+    for expert, place in zip(experts, values, strict=True):
         rows = torch.cat(
-            [dense(GGUFTensor(part.shape[1:], part.kind, part.data[expert]), whole.dtype) for part in parts]
+            [dense(GGUFTensor(part.shape[1:], part.kind, part.data[expert]), values.dtype) for part in parts]
         )
         if interleaved:
             rows = rows.unflatten(0, (2, -1)).transpose(0, 1).flatten(0, 1)
         place.copy_(rows.T if turned else rows)
-    return whole
 
 
 def _take(

@@ -41,6 +41,7 @@ class SharedForward(NamedTuple):
 
 _NUMBERS, _PARTS = 3, 12  # of a message about a forward: sizes of the pool and a flag, and tensors
 _WORD = 8  # bytes of a number in a message
+_LEAST_WIDTH = 512  # positions of a follower's slot table
 _BEAT = b"beat"
 _AT_ONCE = 1 << 15  # bytes that a connection takes before the other side reads
 
@@ -146,9 +147,13 @@ class Peers:
                 continue
             numbers = torch.frombuffer(bytearray(message), dtype=torch.int64)
             num_slots, num_places, whole, *lengths = numbers[: _NUMBERS + _PARTS].tolist()  # planned transfer
-            parts = numbers[_NUMBERS + _PARTS :].to(device).split(lengths)
+            # Kernels are compiled for aligned tensors, and for few widths of tables.
+            parts = [part.to(device, copy=True) for part in numbers[_NUMBERS + _PARTS :].split(lengths)]
             sequence, positions, node, slots, ends, *trees, flags, chosen, lines, used, places = parts
-            count, nodes = len(ends), len(trees[0]) // len(ends)
+            count, nodes, width = len(ends), len(trees[0]) // len(ends), len(lines) // len(ends)
+            table = functional.pad(
+                lines.view(count, width), (0, max(_LEAST_WIDTH, 1 << (width - 1).bit_length()) - width)
+            )
             shapes = (count, nodes), (count, nodes, nodes)
             seen = flags.view(torch.uint8)[: count * nodes**2].view(shapes[1]).bool()
             node_slots, depths = (value.view(shapes[0]) for value in trees)
@@ -156,7 +161,7 @@ class Peers:
             rows = AttentionRows(sequence, positions, node, order, ends, node_slots, depths, seen)
             logit_rows = slice(None) if whole else chosen
             pool = num_slots, num_places or None
-            yield SharedForward(*pool, (used, places), rows, slots, logit_rows, lines.view(count, -1))
+            yield SharedForward(*pool, (used, places), rows, slots, logit_rows, table)
 
     @contextmanager
     def guarded(self) -> Iterator[None]:

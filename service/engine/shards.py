@@ -28,7 +28,7 @@ from kernels.families import FAMILIES, spec_of
 from kernels.layers import COLUMNS, QuantisedWeight, Weight, rows_of
 from kernels.pieces import NUM_PIECES, TensorShard, pieces_of
 from kernels.specs import AttentionSpec, LayerSpec, ModelSpec
-from service.engine.checks import refuse_incomplete, refuse_odd_tensors
+from service.engine.checks import OF_AN_EXPERT, refuse_incomplete, refuse_odd_tensors
 from service.engine.modules import EXPERT_WEIGHTS, STACKS, QuantisedLinear, empty_model, matrix_of, weights_of
 from service.errors import StartupError
 
@@ -216,6 +216,8 @@ def shared_spec(config: PreTrainedConfig, size: int) -> ModelSpec:
     kind = config.model_type
     if NUM_PIECES % size:
         raise StartupError(f"tensor_parallel is {size}: a model is shared by 2, 4 or 8 devices")
+    if getattr(config, "quantization_config", None):
+        raise StartupError(f"devices cannot share MXFP4 in safetensors files: serve a GGUF file of it, or {_ONE}")
     spec = spec_of(config.to_dict()) if kind in FAMILIES else None
     reasons: Mapping[str, Callable[[LayerSpec], object]] = {
         "recurrent layers": lambda layer: not isinstance(layer.mixer, AttentionSpec),
@@ -251,8 +253,6 @@ def load_safetensors(
 ) -> PreTrainedModel:
     """Load a device's part of the safetensors files of a folder or of the hub. `names`: patterns in the names of the
     files' tensors, and what the model calls them. Raises StartupError."""
-    if getattr(config, "quantization_config", None):
-        raise StartupError(f"devices cannot share MXFP4 in safetensors files: serve a GGUF file of it, or {_ONE}")
     folder = Path(source)
     if not folder.is_dir():
         folder = Path(snapshot_download(source, revision=revision, allow_patterns=[_FILES, "*.json"]))
@@ -286,9 +286,8 @@ def load_safetensors(
     return model
 
 
-_OF_AN_EXPERT = re.compile(r"(?P<place>.+\.experts\.)(?P<number>\d+)\.(?P<kind>\w+)\.weight")
-_OF_STACKS = {"gate_proj": 0, "w1": 0, "up_proj": 1, "w3": 1, "down_proj": 2, "w2": 2}
-"""Place of an expert's matrices, by the names that families give them."""
+_PLACES = {"gate_proj": 0, "w1": 0, "up_proj": 1, "w3": 1, "down_proj": 2, "w2": 2}
+"""Order of an expert's matrices, by the names that families give them."""
 
 
 def _tensors_in(folder: Path, names: Mapping[str, str], files: ExitStack) -> dict[str, Any]:
@@ -299,12 +298,13 @@ def _tensors_in(folder: Path, names: Mapping[str, str], files: ExitStack) -> dic
         opened = files.enter_context(safe_open(file, "pt"))
         for key in opened.keys():  # noqa: SIM118 - it is no mapping
             name = reduce(lambda name, pattern: re.sub(pattern, names[pattern], name), names, key)
-            one = _OF_AN_EXPERT.fullmatch(name)
-            if one is None or one["kind"] not in _OF_STACKS:
+            one = OF_AN_EXPERT.fullmatch(name)
+            kind = "" if one is None else one["kind"].removeprefix(".").removesuffix(".weight")
+            if one is None or kind not in _PLACES:
                 found[name] = opened.get_slice(key)
             else:
                 own = experts.setdefault(one["place"], {}).setdefault(int(one["number"]), {})
-                own[_OF_STACKS[one["kind"]]] = opened.get_slice(key)
+                own[_PLACES[kind]] = opened.get_slice(key)
     for place, by_number in experts.items():
         matrices = [[by_number[number][kind] for kind in sorted(by_number[number])] for number in sorted(by_number)]
         found[place + STACKS[0]] = StackedSlices([own[:-1] for own in matrices])
@@ -348,7 +348,8 @@ def _read(tensor: Any, part: ModelShard, name: str, dtype: torch.dtype) -> Tenso
 
     part.note(name, shape, lines)
     dim, ranges = own
-    return torch.cat([tensor[one] if dim == 0 else tensor[:, one] for one in ranges]).to(dtype)
+    values = [tensor[one] if dim == 0 else tensor[:, one] for one in ranges]
+    return (values[0] if len(values) == 1 else torch.cat(values)).to(dtype)
 
 
 def weights_fingerprint(

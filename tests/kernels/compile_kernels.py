@@ -28,7 +28,6 @@ from kernels.pieces import Pieces
 from kernels.sample import Filters
 from kernels.tree_attention import MAX_NODES
 from kernels.trees import DraftTree
-from kernels.triton.layers import add_sums
 from kernels.triton.settle import accept, commit_slots
 from kernels.triton.trees import correct_survival
 from tests.kernels import test_recurrence as recurrent
@@ -156,7 +155,6 @@ def _launch_layer(dtype: torch.dtype) -> None:
     hidden, weight = torch.randn(4, 4096).to(dtype), torch.zeros(4096, 4096, dtype=dtype)
     for number, pieces in product((1, 32, 64, 128, 256, 2048), (None, Pieces((0, 2016, 4096), whole=False))):
         DEVICE.plan_linear(weight, None, pieces)(torch.zeros(number, 4096, dtype=dtype))
-    add_sums(torch.zeros(8, 4, 4096), hidden[0], dtype)
     for delta in (None, hidden):
         DEVICE.add_rms_norm(hidden, delta, hidden[0], 1e-5)
     DEVICE.add_rms_norm(hidden, None, hidden[0], 1e-5, 1.0)

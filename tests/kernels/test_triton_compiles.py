@@ -12,7 +12,6 @@ from tests.architecture.rules import ROOT
 
 KERNELS = {
     "_linear",
-    "_add_sums",
     "_prefix_kernel",
     "_tail_kernel",
     "_best_of_parts",

@@ -3,7 +3,7 @@ with trees, windows, several sequences and other pools. The processes are thread
 
 import json
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import combinations
 from multiprocessing.connection import Pipe
 from pathlib import Path
@@ -21,6 +21,7 @@ from kernels.cpu import library
 from kernels.ops import implementation
 from kernels.pieces import TensorShard
 from kernels.rows import ExtendRows
+from kernels.tree_attention import AttentionRows
 from service.bench.servers import came_true
 from service.drafter import make_drafter
 from service.engine import thread
@@ -28,7 +29,7 @@ from service.engine.budget import FixedBudget
 from service.engine.engine import Engine
 from service.engine.kv_pool import KVPool
 from service.engine.measuring import Trial
-from service.engine.peers import Peers
+from service.engine.peers import Peers, SharedForward
 from service.engine.shards import ModelShard
 from service.engine.target import Target
 from service.engine.weights import (
@@ -164,6 +165,24 @@ def assert_shared(folder: str, dtype: torch.dtype = torch.float32, *, sizes: tup
 @pytest.mark.parametrize("family", FAMILIES)
 def test_each_family_computes_the_bits_of_one_process(family: str, tmp_path: Path) -> None:
     assert_shared(str(tiny_model(family, tmp_path, **{**WIDE, **FAMILIES[family]})), sizes=(2, 4))
+
+
+def test_followers_compute_on_aligned_tensors_and_tables_of_few_widths(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kernels of a device are compiled for these."""
+    heard, widths = Peers.heard, set[int]()
+
+    def checked(peers: Peers, device: torch.device) -> Iterator[SharedForward]:
+        for forward in heard(peers, device):
+            given = [getattr(forward.attention, name) for name in AttentionRows.__slots__]
+            assert all(value.data_ptr() % 16 == 0 for value in (*given, forward.slots, forward.table))
+            widths.add(forward.table.shape[1])
+            yield forward
+
+    monkeypatch.setattr(Peers, "heard", checked)
+    shared(str(tiny_model("llama", tmp_path, **WIDE)), 2, texts)
+    assert widths == {512}
 
 
 @pytest.mark.parametrize("family", OF_EXPERTS)
