@@ -69,8 +69,8 @@ class Prices:
         return float(np.interp(sequences, *(self.drafted_other if drafted else self.plain_other)))
 
     def measured(self, rng: np.random.Generator) -> tuple[CostTable, DraftCosts]:
-        """Costs as a server finds them at its start, a little wrong; of a GPU up to the most captured rows."""
-        table, count = self.verify, self.verify.rows.size - 2 * self.captured
+        """Costs as a server finds them at its start, a little wrong."""
+        table, count = self.verify, self.verify.rows.size
         errors = np.exp(rng.normal(0, _TABLE_ERROR) + rng.normal(0, _TABLE_ERROR, count))
         drafts = self.drafts.seconds * np.exp(rng.normal(0, _DRAFT_ERROR))
         found = replace(table, rows=table.rows[:count], seconds=rising(table.seconds[..., :count] * errors, 2))

@@ -158,9 +158,9 @@ class Policy:
         counts = DEPTH * runs[:, 0]
         chains = DraftTree(places * runs, (places - 1) * runs + ROOT * ~runs, (places + 1) * runs, survival, counts)
         seconds = send_floats(survival.device, budget.seconds(budget.load, chains.tokens.numel()))
-        width = self.width.choose(chains, budget.load.free_slots)
+        width = self.width.choose(chains, budget.load.free_slots, budget.max_nodes)
         deepest = torch.tensor([text.deepest for text in step.decoding])
-        most = torch.full((batch,), _MAX_BUDGET)
+        most = torch.full((batch,), min(_MAX_BUDGET, budget.max_nodes))
         _, sizes = self.pruning.prune(chains, deepest, most, seconds, torch.ones(batch), width)
         rows = self.width.node_rows(sizes, width)
         wanted, kept, useful = zip(*sizes.tolist(), strict=True)

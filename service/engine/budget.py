@@ -34,7 +34,8 @@ Reasons (`REASONS`), with the function that decides on each:
 - "suspended": no sequence drafts (`DraftGate.choose`); "forced": the same, but known tokens of grammars or of resumed
   streams are verified without the drafter (`DraftStage.draft`).
 - "reference": a plain step that measures the baseline of gains (`DraftGate.needs_plain_step`).
-- "does_not_pay": the drafter ran, and no node was worth verifying (`DraftStage.with_node_counts`).
+- "does_not_pay": the drafter ran, and no node was worth verifying (`DraftStage.with_node_counts`); or captured trees
+  of the least width cannot pay (`CostBudget._widest`).
 """
 
 import json
@@ -43,6 +44,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -63,6 +65,8 @@ REASONS = ("no_candidates", "does_not_pay", "cost", "fixed", "slots", "suspended
 _PLAIN_SURE = 0.03
 """Standard deviation below which plain steps are not learnt from: a third of the 0.09 that the gain of an action
 observed in every step has (drafters/decision.py). Drift raises it above this bound again within some five steps."""
+_BROUGHT = partial(GainPosterior, mean=1.0, sd=1.5)
+"""Accepted nodes of a text that drafts, in a step: from nothing to the four that drafters bring where they are best."""
 _MOST_TIMES = 1.5  # cap on a step's seconds as a multiple of the expected ones, so that a hiccup hardly counts
 
 
@@ -201,6 +205,7 @@ class CostBudget(Budget):
         self.gate = DraftGate(ledger, float(costs.verify_seconds(np.ones(1), 0.0)[0]))
         self._was_plain = False  # whether the last step was plain
         self._step_seconds = 0.0  # seconds of the last step without a prompt
+        self._brought = _BROUGHT()
 
     def decide(self, load: StepLoad, *, starts: bool) -> DraftBudget:
         sequences = *load.decoding, *load.prefilling
@@ -208,9 +213,15 @@ class CostBudget(Budget):
         drafts = self.gate.choose(sequences, starts=starts, step_seconds=self._step_seconds)
         chosen = {one for one, drafting in zip(sequences, drafts, strict=True) if drafting and one.may_draft}
         load = load.arranged(chosen)
-        reason = load.obstacle or self._reason(load)
+        widest = self._widest(load)
+        reason = load.obstacle or self._reason(load, widest)
         return DraftBudget(
-            load=load, reason=reason, drafted=reason == "cost", followed=bool(chosen), seconds=self.step_seconds
+            load=load,
+            reason=reason,
+            drafted=reason == "cost",
+            followed=bool(chosen),
+            max_nodes=widest or MAX_NODES,
+            seconds=self.step_seconds,
         )
 
     def step_seconds(self, load: StepLoad, num_candidates: int) -> FloatArray:
@@ -226,6 +237,7 @@ class CostBudget(Budget):
 
     def on_weights_changed(self) -> None:
         self.gate.on_weights_changed()
+        self._brought = _BROUGHT()
 
     def learn(self, budget: DraftBudget, stats: StepStats) -> float | None:
         load = budget.load
@@ -248,10 +260,22 @@ class CostBudget(Budget):
     def outlook(self, load: StepLoad) -> DraftingOutlook:
         return self.gate.outlook((*load.decoding, *load.prefilling), load.num_sequences)
 
-    def _reason(self, load: StepLoad) -> str:
-        """Why the drafter runs or does not run, one of REASONS, if trees are possible."""
+    def _widest(self, load: StepLoad) -> int:
+        """The largest width of captured trees with which the step can have as many tokens a second as without drafts,
+        if these bring what they brought lately, at best. Returns 0 if none can."""
+        if load.tree_widths is None or not load.num_drafting:
+            return MAX_NODES
+        most = self._plain_seconds(load) * (1 + self._brought.best_case * load.num_drafting / load.num_decoding)
+        seconds = self.step_seconds(load, 0).tolist()  # planned transfer: numpy
+        return max(width for width, one in zip(load.tree_widths, seconds, strict=True) if one <= most or not width)
+
+    def _reason(self, load: StepLoad, widest: int) -> str:
+        """Why the drafter runs or does not run, one of REASONS, if trees are possible. `widest`: see `_widest`."""
         if not load.num_drafting:
             return "suspended"
+        if not widest:
+            self._brought.advance()
+            return "does_not_pay"
         return "reference" if self.gate.needs_plain_step(load.drafting, load.num_sequences) else "cost"
 
     def _is_known(self, budget: DraftBudget) -> bool:
@@ -301,6 +325,8 @@ class CostBudget(Budget):
         expected = draft + predicted + plain - forward
         seconds = min(draft + stats.verify_seconds + stats.other_seconds, _MOST_TIMES * expected)
         extra = seconds - prompts - plain
+        if any(budget.num_nodes):
+            self._brought.observe(sum(stats.accepted_per_sequence) / load.num_drafting)
         drafting, one_step = load.drafting, plain / load.num_decoding  # seconds of a plain step per sequence
         accepted = _accepted_lengths(budget, stats)[: len(drafting)]
         # Without one of several drafting sequences the step would be shorter by the time of that sequence's nodes.

@@ -114,7 +114,9 @@ class DraftStage:
             limits = self._limits(batch.decoding, budget.max_nodes)
             candidates = self._with_known_tokens(batch.decoding, self._grow(batch.decoding, budget.load, limits))
             return self._pruned(budget, candidates, limits), budget
-        if budget.reason == "suspended" and any(s.sampling.grammar or s.replay_tokens for s in batch.decoding):
+        if budget.reason in ("suspended", "does_not_pay") and any(
+            s.sampling.grammar or s.replay_tokens for s in batch.decoding
+        ):
             candidates = self._with_known_tokens(batch.decoding, self._no_trees(budget.load.num_decoding))
             if candidates.width:
                 budget.reason = "forced"
@@ -186,7 +188,7 @@ class DraftStage:
     ) -> tuple[DraftTree, Tensor, list[int]]:
         """Prune once. # -> trees, their sizes (see `Pruned`), and the rows laid out for each"""
         seconds = send_floats(self._device, budget.seconds(budget.load, candidates.tokens.numel()))
-        width = self._pruning.width.choose(candidates, budget.load.free_slots)
+        width = self._pruning.width.choose(candidates, budget.load.free_slots, budget.max_nodes)
         trees, tree_sizes = self._pruning.prune(
             candidates, limits.max_depth, limits.max_nodes, seconds, limits.weights, width
         )

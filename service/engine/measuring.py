@@ -210,8 +210,10 @@ def sequence_points(max_sequences: int) -> list[int]:
 
 
 def row_points(target: Target) -> tuple[int, ...]:
-    """List the numbers of rows to measure; if forwards are captured, these are the captured numbers of rows."""
-    return ROWS if target.capture is None else CAPTURED_ROWS
+    """List the numbers of rows to measure; if forwards are captured, these are the captured numbers of rows, and two
+    beyond, at which kernels are launched one by one."""
+    most = CAPTURED_ROWS[-1]
+    return ROWS if target.capture is None else (*CAPTURED_ROWS, most + most // 4, 4 * most)
 
 
 def measure_costs(target: Target, limits: EngineLimits, *, progress: Progress = lambda done, total: None) -> CostTable:

@@ -37,15 +37,16 @@ class TreeWidth:
     def __init__(self, max_nodes: int, device: str | torch.device = "cpu", *, captured: bool) -> None:
         self.choices = (0, *tree_widths_up_to(max_nodes)) if captured else None  # rising; eager steps allow any width
         self.on_device = torch.tensor(self.choices, device=device) if captured else None  # [choices] int64
-        self._wanted = max_nodes  # nodes that the previous step wanted in its largest tree
+        self._wanted = 1  # nodes that the previous step wanted in its largest tree
 
-    def choose(self, candidates: Candidates, free_slots: int) -> int:
+    def choose(self, candidates: Candidates, free_slots: int, max_nodes: int) -> int:
         """Choose the width of the step's trees. In captured steps it is the smallest that holds the nodes wanted by the
-        previous step, or the largest of which all trees fit into `free_slots`; 0 only if no width fits."""
+        previous step, at most `max_nodes`, or the largest of which all trees fit into `free_slots`; 0 only if no width
+        fits."""
         if self.choices is None:
             return candidates.width
         fitting = [width for width in self.choices[1:] if width * candidates.batch <= free_slots]
-        enough = [width for width in fitting if width >= self._wanted]
+        enough = [width for width in fitting if width >= min(self._wanted, max_nodes)]
         return min(enough, default=max(fitting, default=0))
 
     def node_rows(self, tree_sizes: Tensor, width: int) -> list[int]:

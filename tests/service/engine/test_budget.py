@@ -14,7 +14,7 @@ from service.engine.budget import CostBudget, FixedBudget, StepLoad
 from service.engine.costs import FREE, CostTable, DraftCosts
 from service.engine.drafting import pace_weights
 from service.engine.sequence import Sequence
-from tests.service.engine.harness import load_of
+from tests.service.engine.harness import budget_of, load_of, step_stats
 from tests.service.engine.test_scheduler import sequence_of
 
 
@@ -142,3 +142,22 @@ def test_those_behind_their_pace_count_more() -> None:
     ]
     weights = pace_weights(sequences, 0.1, 10.0, torch.device("cpu"))
     assert weights.tolist() == [1.0, 1.0, 2.0, 4.0]
+
+
+def test_captured_widths_are_bounded_by_what_drafts_brought() -> None:
+    """A width that takes longer than the most tokens that drafts may bring are worth is not laid out, the least one
+    neither; the bound loosens while nothing is drafted."""
+    policy = CostBudget(table([4.0, 32.0, 64.0, 128.0], [1.0, 2.0, 4.0, 8.0]), FREE, RegretLedger())
+    load = load_of(4, free_slots=1000, tree_widths=(0, 7, 15, 31))
+    assert policy.decide(load, starts=True).max_nodes == 15
+    for _ in range(40):
+        policy.learn(budget_of(load, [7] * 4), step_stats(28, 0, accepted_per_sequence=(0,) * 4, verify_seconds=1.0))
+    reasons = []
+    while not reasons or reasons[-1] == "does_not_pay":
+        policy.gate = CostBudget(table([1.0], [1.0]), FREE, RegretLedger()).gate  # as if the steps had not lost
+        budget = policy.decide(load, starts=True)
+        reasons.append(budget.reason)
+        assert len(reasons) < 20_000
+        assert not budget.drafted
+    assert reasons[-1] == "reference", "drafting is tried again, as soon as a plain step is known"
+    assert len(reasons) > 10, len(reasons)

@@ -31,15 +31,20 @@ SIZES = EngineLimits(max_model_len=120, max_sequences=4, prefill_chunk=16, max_b
 
 def test_a_fixed_width_holds_the_widest_tree_of_the_step_before() -> None:
     width, candidates = TreeWidth(48, captured=True), candidates_of([[0.5], [0.5]])
-    assert width.choose(candidates, free_slots=1000) == 48
+    assert width.choose(candidates, 1000, 48) == 7, "the first trees are the least"
     for wanted, given in ((7, 7), (8, 15), (1, 7), (40, 48), (31, 31), (0, 7)):
         width.learn([0, wanted])
-        assert width.choose(candidates, free_slots=1000) == given
+        assert width.choose(candidates, 1000, 48) == given
         assert width.node_rows(torch.zeros(2, 3), given) == [given, given]
 
 
 def test_a_fixed_width_fits_into_the_free_slots() -> None:
-    assert TreeWidth(48, captured=True).choose(candidates_of([[0.5], [0.5]]), free_slots=40) == 15
+    width, candidates = TreeWidth(48, captured=True), candidates_of([[0.5], [0.5]])
+    width.learn([48])
+    assert width.choose(candidates, 1000, 48) == 48
+    assert width.choose(candidates, 40, 48) == 15
+    assert width.choose(candidates, 1000, 15) == 15
+    assert width.choose(candidates, 1000, 5) == 7
 
 
 @pytest.mark.parametrize(("free", "has_room"), [(14, True), (13, False)])
@@ -112,7 +117,7 @@ def test_one_sequence_does_not_widen_the_rows_of_all() -> None:
     seconds = torch.tensor(policy.step_seconds(load, 31 * batch), dtype=torch.float32)
     assert width.on_device is not None
     width.learn(allocate_width(candidates, limits, seconds, ones, width.on_device).tolist())
-    assert width.choose(candidates, load.free_slots) == 7
+    assert width.choose(candidates, load.free_slots, 31) == 7
     assert batch * 8 == 128, "the rows that were priced are those that run"
 
 
