@@ -13,9 +13,9 @@ PRODUCT = modules(*PACKAGES)
 OUTSIDE_KERNELS = modules("service", "adaptation", "drafters")
 
 CODE_LINES = {
-    "product": (PRODUCT, 34_697),
-    BENCHMARKS: (modules(BENCHMARKS), 5_768),
-    "tests": (modules("tests"), 39_760),
+    "product": (PRODUCT, 34_919),
+    BENCHMARKS: (modules(BENCHMARKS), 6_198),
+    "tests": (modules("tests"), 39_974),
 }
 """At most so many lines of code (no blank lines, comments, docstrings) in these files."""
 NUM_FILES = 244
