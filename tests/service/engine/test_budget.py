@@ -152,7 +152,7 @@ def test_captured_widths_are_bounded_by_what_drafts_brought() -> None:
     assert policy.decide(load, starts=True).max_nodes == 15
     for _ in range(40):
         policy.learn(budget_of(load, [7] * 4), step_stats(28, 0, accepted_per_sequence=(0,) * 4, verify_seconds=1.0))
-    reasons = []
+    reasons = list[str]()
     while not reasons or reasons[-1] == "does_not_pay":
         policy.gate = CostBudget(table([1.0], [1.0]), FREE, RegretLedger()).gate  # as if the steps had not lost
         budget = policy.decide(load, starts=True)
