@@ -11,7 +11,12 @@ from tests.processes import serving_tiny
 MOST_GROWTH_MIB = 300
 
 
-@pytest.fixture(scope="module", params=[True, False], ids=["keys", "addresses"])
+ADDRESSES = pytest.mark.slow(
+    "clients without keys are distinguished by one function", covers="service/api service/door.py"
+)
+
+
+@pytest.fixture(scope="module", params=[True, pytest.param(False, marks=ADDRESSES)], ids=["keys", "addresses"])
 def crowd(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Crowd]:
     """On a server that runs eight sequences, and lets 64 wait."""
     folder, settings = tmp_path_factory.mktemp("crowd"), settings_of(keyed=request.param)

@@ -77,8 +77,7 @@ def rounds(adaptive: Adaptive, queries: Sequence[GenerationRequest]) -> Iterator
     [
         ("llama", 0.0),
         ("llama", 0.9),
-        ("gemma3", 0.0),
-        *(pytest.param(*other, marks=OTHERS) for other in (("qwen3", 0.0), ("qwen3", 0.9), ("gemma3", 0.9))),
+        *(pytest.param(family, heat, marks=OTHERS) for family in ("qwen3", "gemma3") for heat in (0.0, 0.9)),
     ],
     indirect=["folder"],
 )

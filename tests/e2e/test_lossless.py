@@ -58,7 +58,7 @@ def target_of(family: str, folder: Path) -> Path:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_family(family: str, tmp_path: Path) -> None:
-    num_tokens = 2_000 if family in OTHERS else 60_000 - 2_000 * len(OTHERS)
+    num_tokens = 2_000 if family in OTHERS else 30_000 - 2_000 * len(OTHERS)
     assert_lossless(assembled(target_of(family, tmp_path)), varied_prompts(), num_tokens, FAMILIES.index(family))
 
 

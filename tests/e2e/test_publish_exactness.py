@@ -27,6 +27,7 @@ from service.text.prompts import read_prompt_set
 from tests.service.bench.parts import varied_prompts
 from tests.service.learning_parts import assembled, requests, texts
 
+GREEDY = pytest.mark.slow("warm texts show more", covers="adaptation/weights.py adaptation/publisher.py")
 SEQUENCES = 4
 TOKENS = 96
 SCARCE_SLOTS = 300
@@ -150,7 +151,7 @@ def _quick_disk(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("publishes", [100, pytest.param(10_000, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=GREEDY), 1.0])
 def test_texts_are_plain_whatever_is_published(
     assembly: Assembly,
     tmp_path: Path,

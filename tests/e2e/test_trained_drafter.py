@@ -35,7 +35,13 @@ def test_text_is_that_of_plain_decoding(tmp_path: Path, entries: str) -> None:
     assert result.total.accepted_tokens > 0
 
 
-@pytest.mark.parametrize("family", [*OF_DRAFTERS, "gemma3"])
+IN_MINUTES = ("llama", "olmo2", "gemma3")  # norms before, norms behind, windows
+REST = pytest.mark.slow("these differ from others by little", covers="drafters/network kernels/families.py")
+
+
+@pytest.mark.parametrize(
+    "family", [*IN_MINUTES, *(pytest.param(one, marks=REST) for one in OF_DRAFTERS if one not in IN_MINUTES)]
+)
 def test_other_families(tmp_path: Path, family: str) -> None:
     folder = tiny_model(family, tmp_path / "model")
     drafter = save_drafter(tmp_path / "drafter", assemble(settings_for(folder)))

@@ -130,8 +130,13 @@ class Shop:
         return ended
 
 
+DEARER = pytest.mark.slow("the same with dearer rows", covers="service/engine/waiting.py service/engine/scheduler.py")
+
+
 # Milliseconds of a small model on a CPU, and the same with rows twice as dear.
-@pytest.mark.parametrize(("step", "row", "little", "much"), [(13.0, 0.55, 1, 18), (12.0, 1.1, 2, 36)])
+@pytest.mark.parametrize(
+    ("step", "row", "little", "much"), [(13.0, 0.55, 1, 18), pytest.param(12.0, 1.1, 2, 36, marks=DEARER)]
+)
 def test_a_client_with_most_of_the_load_makes_no_other_wait_for_a_place(
     step: float, row: float, little: int, much: int
 ) -> None:
