@@ -15,7 +15,7 @@ OUTSIDE_KERNELS = modules("service", "adaptation", "drafters")
 CODE_LINES = {
     "product": (PRODUCT, 34_919),
     BENCHMARKS: (modules(BENCHMARKS), 6_198),
-    "tests": (modules("tests"), 39_974),
+    "tests": (modules("tests"), 39_985),
 }
 """At most so many lines of code (no blank lines, comments, docstrings) in these files."""
 NUM_FILES = 244
