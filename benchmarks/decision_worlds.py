@@ -3,8 +3,8 @@
 Prices. A file is a report of `python -m benchmarks gpu` (gpu-h100.json, gpu-steps-h200.json) or prices-cpu.json:
 - Forwards: rows "verify: forward", 1 to 32 rows. Steps of up to 512 rows are captured today (captured.py), which no
   file has: up to there more rows cost what the slope from 16 to 32 rows says. Above, forwards run kernel by kernel and
-  cost at least what the 256 rows did that ran so. A start-up measures no forward above 512 rows, so the policy is not
-  given their price. With --eager this begins above 32 rows and one row of each sequence, as when it was recorded.
+  cost at least what the 256 rows did that ran so; a start-up measures two such points (here 513 and 2048 rows). With
+  --eager this begins above 32 rows and one row of each sequence, as when it was recorded.
 - Drafting: "drafter: forwards and growth" of one sequence; assumed: 1 % more for each further one.
 - Other seconds of plain and drafted steps: "decode: step" and "drafter: step" without their forward and drafting;
   assumed: 0.02 ms more for each further sequence (16 and 64 plain texts of gpu-h100.json, section load).
