@@ -149,8 +149,8 @@ def _run(
 def plan_shared_experts(plan: Callable[..., Experts], gate_up: StackedWeight, *others: Any, of: Devices) -> Experts:
     """Plan experts that several devices share. `plan`: op that plans the device's own ones; `others`: its further
     arguments. # gate_up [own experts, 2 * width, in]"""
-    first, *ends = of.shard.ends(pieces_of(of.total(gate_up.shape[0]), 1))
-    experts = plan(gate_up, *others, Pieces((0, *(end - first for end in ends)), whole=False))
+    pieces = pieces_of(of.total(gate_up.shape[0]), 1)
+    experts, first = plan(gate_up, *others, of.shard.part(pieces)), of.shard.span(pieces).start
 
     def run(x: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
         return finished(of.added(experts(x, indices - first, weights)), None, x.dtype)

@@ -68,15 +68,19 @@ class TensorShard(NamedTuple):
     rank: int = 0
     size: int = 1  # 1, 2, 4 or 8 devices
 
-    def ends(self, pieces: Pieces) -> tuple[int, ...]:
-        """Ends of the device's own pieces."""
-        each = NUM_PIECES // self.size
-        return pieces.ends[self.rank * each : (self.rank + 1) * each + 1]
-
     def span(self, pieces: Pieces) -> slice:
         """The device's own columns."""
-        ends = self.ends(pieces)
+        ends = self._ends(pieces)
         return slice(ends[0], ends[-1])
+
+    def part(self, pieces: Pieces) -> Pieces:
+        """The device's own pieces, as a part of the sum over its own columns."""
+        first, *ends = self._ends(pieces)
+        return Pieces((0, *(end - first for end in ends)), whole=False)
+
+    def _ends(self, pieces: Pieces) -> tuple[int, ...]:
+        each = NUM_PIECES // self.size
+        return pieces.ends[self.rank * each : (self.rank + 1) * each + 1]
 
 
 class Devices(Protocol):
@@ -101,8 +105,7 @@ def plan_shared(
     """Plan a product whose columns several devices share. `plan`: op that plans the product of the device's own
     columns. Raises ValueError if these are not the columns of its pieces. # weight [out, own columns], bias [out]"""
     pieces = pieces_of(of.total(weight.shape[1]), unit)
-    first, *others = of.shard.ends(pieces)
-    own = Pieces((0, *(end - first for end in others)), whole=False)
+    own = of.shard.part(pieces)
     if own.ends[-1] != weight.shape[1] or not weight.shape[1]:
         raise ValueError(f"{weight.shape[1]} columns of {pieces.ends[-1]} are not those of device {of.shard.rank}")
     product = plan(weight, None, own)

@@ -213,7 +213,9 @@ class CostBudget(Budget):
         drafts = self.gate.choose(sequences, starts=starts, step_seconds=self._step_seconds)
         chosen = {one for one, drafting in zip(sequences, drafts, strict=True) if drafting and one.may_draft}
         load = load.arranged(chosen)
-        widest = self._widest(load)
+        # Captured widths have one price each, whatever the candidates are.
+        known = self.step_seconds(load, 0) if load.tree_widths is not None and load.num_drafting else None
+        widest = MAX_NODES if known is None else self._widest(load, known)
         reason = load.obstacle or self._reason(load, widest)
         return DraftBudget(
             load=load,
@@ -221,7 +223,7 @@ class CostBudget(Budget):
             drafted=reason == "cost",
             followed=bool(chosen),
             max_nodes=widest or MAX_NODES,
-            seconds=self.step_seconds,
+            seconds=self.step_seconds if known is None else lambda load, num_candidates: known,
         )
 
     def step_seconds(self, load: StepLoad, num_candidates: int) -> FloatArray:
@@ -260,14 +262,12 @@ class CostBudget(Budget):
     def outlook(self, load: StepLoad) -> DraftingOutlook:
         return self.gate.outlook((*load.decoding, *load.prefilling), load.num_sequences)
 
-    def _widest(self, load: StepLoad) -> int:
+    def _widest(self, load: StepLoad, seconds: FloatArray) -> int:
         """The largest width of captured trees with which the step can have as many tokens a second as without drafts,
-        if these bring what they brought lately, at best. Returns 0 if none can."""
-        if load.tree_widths is None or not load.num_drafting:
-            return MAX_NODES
+        if these bring what they brought lately, at best. Returns 0 if none can. `seconds`: see `step_seconds`."""
         most = self._plain_seconds(load) * (1 + self._brought.best_case * load.num_drafting / load.num_decoding)
-        seconds = self.step_seconds(load, 0).tolist()  # planned transfer: numpy
-        return max(width for width, one in zip(load.tree_widths, seconds, strict=True) if one <= most or not width)
+        pairs = zip(load.tree_widths or (), seconds.tolist(), strict=True)  # planned transfer: numpy
+        return max(width for width, one in pairs if one <= most or not width)
 
     def _reason(self, load: StepLoad, widest: int) -> str:
         """Why the drafter runs or does not run, one of REASONS, if trees are possible. `widest`: see `_widest`."""

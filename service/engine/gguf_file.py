@@ -136,6 +136,10 @@ def _take_experts(
     return used
 
 
+_Read = Callable[[Sequence[int]], Tensor]
+"""Reads experts of a parameter: [own experts, ...]."""
+
+
 @dataclass(frozen=True, slots=True)
 class _ExpertLoader:
     """Loads the experts of a layer."""
@@ -160,8 +164,8 @@ class _ExpertLoader:
                 stacks[name] = self._in_blocks(name, [*parts.values()])
             else:
                 interleaved = not experts.is_concatenated and len(parts) > 1
-                join = partial(_join, parts.values(), turned=turned, interleaved=interleaved)
-                values = self._values(name, tuple(parameter.shape), [*parts.values()], join)
+                read = partial(_joined, parts.values(), tuple(parameter.shape), self.dtype, turned, interleaved)
+                values = self._values(name, tuple(parameter.shape), parts.values(), read)
                 setattr(experts, name, nn.Parameter(values, requires_grad=False))
                 self.counts[str(self.dtype).removeprefix("torch.")] += values.numel()
             self.file.give_back()
@@ -209,43 +213,36 @@ class _ExpertLoader:
         given = [(parts[part].data[expert][row : row + 1], parts[part].kind) for part, row in places]
         return torch.cat([kept(data, kind, self.dtype)[0].dense() for data, kind in given])
 
-    def _values(
-        self,
-        name: str,
-        shape: tuple[int, ...],
-        parts: Sequence[GGUFTensor],
-        join: Callable[[Sequence[int], Tensor], None],
-    ) -> Tensor:
-        """Dequantise a parameter of the device's experts. `shape`: of all experts'; `join`: see `_join`."""
-
-        def values_of(experts: Sequence[int]) -> Tensor:
-            values = torch.empty(len(experts), *shape[1:], dtype=self.dtype)
-            join(experts, values)
-            return values
-
+    def _values(self, name: str, shape: tuple[int, ...], parts: Collection[GGUFTensor], read: _Read) -> Tensor:
+        """Dequantise a parameter of the device's experts. `shape`: of all experts'; `read`: see `_joined`."""
         if self.part is not None:
             if len(shape) == 2:  # biases, which are few
-                sample = even_sample(values_of(range(shape[0])), SAMPLES)
+                sample = even_sample(read(range(shape[0])), SAMPLES)
             else:  # of the file's bytes: the devices compare them
                 data = [part.data.reshape(-1) for part in parts]
                 some = np.concatenate([one[:: max(1, len(one) // SAMPLES)] for one in data])
                 sample = torch.from_numpy(some.astype(np.float64))
             self.part.samples[f"{self.place}.{name}"] = shape, sample
-        return values_of(range(shape[0])[self._own(name)])
+        return read(range(shape[0])[self._own(name)])
 
 
-def _join(
-    parts: Collection[GGUFTensor], experts: Sequence[int], values: Tensor, turned: bool, interleaved: bool
-) -> None:
-    """Dequantise a parameter of these experts into `values`, in transformers' layout: `turned` [experts, in, out]
-    instead of [experts, out, in], `interleaved` with gate and up rows by turns."""
+def _joined(
+    parts: Collection[GGUFTensor],
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    turned: bool,
+    interleaved: bool,
+    experts: Sequence[int],
+) -> Tensor:
+    """Dequantise a parameter of these experts, in transformers' layout: `turned` [experts, in, out] instead of
+    [experts, out, in], `interleaved` with gate and up rows by turns. `shape`: of all experts'."""
+    values = torch.empty(len(experts), *shape[1:], dtype=dtype)
     for expert, place in zip(experts, values, strict=True):
-        rows = torch.cat(
-            [dense(GGUFTensor(part.shape[1:], part.kind, part.data[expert]), values.dtype) for part in parts]
-        )
+        rows = torch.cat([dense(GGUFTensor(part.shape[1:], part.kind, part.data[expert]), dtype) for part in parts])
         if interleaved:
             rows = rows.unflatten(0, (2, -1)).transpose(0, 1).flatten(0, 1)
         place.copy_(rows.T if turned else rows)
+    return values
 
 
 def _take(

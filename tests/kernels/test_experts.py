@@ -221,10 +221,10 @@ def test_parts_of_any_number_of_devices_add_up_to_the_whole(experts: int, dtype:
     for size in (2, 4, 8):  # of 8 devices some have none of 6 experts
         sums = []
         for rank in range(size):
-            first, *ends = TensorShard(rank, size).ends(pieces_of(experts, 1))
-            own, cut = slice(first, ends[-1]), Pieces((0, *(end - first for end in ends)), whole=False)
+            shard, pieces = TensorShard(rank, size), pieces_of(experts, 1)
+            own, cut = shard.span(pieces), shard.part(pieces)
             run = plan_experts(up[own], down[own], biases[0][own], biases[1][own], GATES[0], cut)
-            there = (indices - first).masked_fill(indices < first, -far).masked_fill(indices >= ends[-1], far)
+            there = (indices - own.start).masked_fill(indices < own.start, -far).masked_fill(indices >= own.stop, far)
             sums.append(run(x, there, weights))
             assert torch.equal(run(x[-1:], there[-1:], weights[-1:]), sums[-1][-1:])
         assert {one.dtype for one in sums} == {torch.float32}
@@ -301,8 +301,8 @@ def test_parts_of_experts_add_up_to_all(compiled: Ops, form: BlockFormat | None,
     for size in (2, 4, 8):
         sums = []
         for rank in range(size):
-            first, *ends = TensorShard(rank, size).ends(pieces)
-            part = Pieces((0, *(end - first for end in ends)), whole=False)
-            sums.append(run(slice(first, ends[-1]), part, first))
+            shard = TensorShard(rank, size)
+            own = shard.span(pieces)
+            sums.append(run(own, shard.part(pieces), own.start))
         assert {one.dtype for one in sums} == {torch.float32}
         assert torch.equal(finished(added(sums), None, dtype), whole)

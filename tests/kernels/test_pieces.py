@@ -35,9 +35,9 @@ def sums_of(ops: Ops, parts: Sequence[Weight], x: Tensor, pieces: Pieces) -> lis
     """Sums of each device. `parts`: their weights. # x [rows, columns]"""
     sums = []
     for rank, weight in enumerate(parts):
-        first, *ends = TensorShard(rank, len(parts)).ends(pieces)
-        product = ops.plan_linear(weight, None, Pieces((0, *(end - first for end in ends)), whole=False))
-        sums.append(product(x[:, first : ends[-1]]))
+        shard = TensorShard(rank, len(parts))
+        product = ops.plan_linear(weight, None, shard.part(pieces))
+        sums.append(product(x[:, shard.span(pieces)]))
     assert {one.dtype for one in sums} == {torch.float32}
     return sums
 
