@@ -42,7 +42,7 @@ class HostMetadata:
     """Rows and root positions of a batch on the host, so that drafters need not wait for the device."""
 
     rows: tuple[int, ...]
-    roots: tuple[int, ...]  # absolute positions
+    roots: tuple[int, ...]  # absolute positions; in `Noise` the largest possible ones, unless `Drafter.needs_roots`
 
     @staticmethod
     def of(rows: Tensor, roots: Tensor) -> "HostMetadata":
@@ -197,6 +197,12 @@ class Drafter(Protocol):
     @property
     def wants_scores(self) -> bool:
         """Whether `commit` gets the target's logits after root and accepted nodes."""
+        return False
+
+    @property
+    def needs_roots(self) -> bool:
+        """Whether `grow` must know the positions of roots on the host. Then no step is launched before the tokens of
+        the one before are read."""
         return False
 
     @property

@@ -1,4 +1,4 @@
-"""Reads numbers and times from a device without making the host wait: one step late on a GPU, at once on a CPU."""
+"""Reads numbers and times from a device, and makes the host wait as late as possible or not at all."""
 
 from collections.abc import Callable
 from time import perf_counter
@@ -22,6 +22,23 @@ Clock = Callable[[], Timestamp]
 """Returns a timestamp of the current point in a device's work."""
 
 
+Arriving = Callable[[], Tensor]
+"""Waits until numbers have come from a device, and returns them. # -> [...], on the host"""
+
+
+def arriving(values: Tensor) -> Arriving:
+    """Begin to copy values to the host. They may be overwritten at once. # values [...]"""
+    on_the_way = values.to("cpu", non_blocking=True, copy=True)  # to pinned memory
+    copied = reached(values)
+
+    def arrived() -> Tensor:
+        if copied is not None:
+            copied.synchronize()  # planned transfer: the wait of a step
+        return on_the_way
+
+    return arrived
+
+
 class Readback:
     """Passes numbers from a device to callbacks, with one request per step. On a CPU the callback runs at once. On a
     GPU each request runs the callback of the previous one, whose copy has arrived because each step waits for its
@@ -29,7 +46,7 @@ class Readback:
 
     def __init__(self, *, late: bool) -> None:
         self._late = late
-        self._asked: tuple[Tensor, torch.cuda.Event | None, Observe] | None = None
+        self._asked: tuple[Arriving, Observe] | None = None
 
     def read(self, values: Tensor, observe: Observe) -> None:
         """Call `observe` with these values, now or at the next request. # values [count] or [lines, count]"""
@@ -37,12 +54,9 @@ class Readback:
             observe(values.tolist())  # planned transfer: none, it is on the host
             return
         if self._asked is not None:
-            before, arrived, observe_before = self._asked
-            if arrived is not None:
-                arrived.synchronize()  # planned transfer: one step old, so it has arrived
-            observe_before(before.tolist())  # planned transfer: none, it is on the host
-        on_the_way = values.to("cpu", non_blocking=True, copy=True)  # to pinned memory
-        self._asked = on_the_way, reached(values), observe
+            before, observe_before = self._asked
+            observe_before(before().tolist())  # planned transfer: none, it is on the host
+        self._asked = arriving(values), observe
 
 
 class DeviceTimestamp:

@@ -6,7 +6,7 @@ All extend rows come first, sequence by sequence and by position; then all tree 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -39,6 +39,20 @@ class ExtendRows:
         return len(self.tokens)
 
 
+class Ahead(NamedTuple):
+    """What the step before has chosen for sequences of a step that was planned before the host knew it. Each has one
+    extend row, as have all sequences before it; its planned position is right if no node was accepted."""
+
+    sequences: Tensor  # [ahead] int64, index among the step's sequences
+    tokens: Tensor  # [ahead] int64, newest token of each
+    accepted: Tensor  # [ahead] int64, number of nodes that the step before accepted
+    most: int  # largest number that it can have accepted
+
+    def added(self, values: Tensor, *, sign: int = 1) -> Tensor:
+        """Add the accepted nodes to a value of each of the step's sequences. # [sequences or more] int64 -> like it"""
+        return values.index_add(0, self.sequences, self.accepted, alpha=sign)
+
+
 @dataclass(frozen=True, slots=True)
 class ForwardRows:
     """Rows of one forward, and which of their logits choose a token."""
@@ -67,11 +81,13 @@ def lay_out_rows(
     slots: Tensor,
     table: Tensor,
     place: Place,
+    ahead: Ahead | None = None,
 ) -> ForwardRows:
     """Lay out extends and trees into rows, and write the slots of extend rows, which cannot be rejected, into the table
     in place. Tree i belongs to extend i. `nodes`: number of node rows of each tree, at least its number of nodes;
     padding rows have the root's position, and no row sees them. `place` computes on the device what depends on the
-    trees' values. # slots [rows] int64, one per extend token and node row; table [table rows, max positions] int64"""
+    trees' values. `ahead`: newest tokens that only the device knows; None if the host knows all.
+    # slots [rows] int64, one per extend token and node row; table [table rows, max positions] int64"""
     lengths = np.array([extend.num_rows for extend in extends])
     starts, table_rows = (np.array(values) for values in zip(*((e.start, e.table_row) for e in extends), strict=True))
     tokens_read = np.fromiter(chain.from_iterable(extend.tokens for extend in extends), np.int64)
@@ -96,6 +112,9 @@ def lay_out_rows(
         node_counts[completes],
     )
     tokens, positions, sequence, node, extend_end, lines = columns[:6]
+    if ahead is not None:
+        tokens = tokens.index_copy(0, ahead.sequences, ahead.tokens)
+        positions, extend_end = ahead.added(positions), ahead.added(extend_end)
     node_slots, ancestors = tree.tokens, tree.tokens.new_empty(tree.batch, 0, 0, dtype=torch.bool)  # no nodes
     if tree.width:
         shape = tokens, positions, sequence, node, slots, extend_end

@@ -17,7 +17,7 @@ from drafters.language_model.drafter import scratch_places
 from drafters.network.model import SpecBlock
 from drafters.network.served import ServingNetwork
 from drafters.protocol import MIN_SURVIVAL, Drafter, MemorySizes, Observer
-from drafters.registry import TrainedWeights, taps_of
+from drafters.registry import NoDrafter, TrainedWeights, taps_of
 from kernels import ops
 from kernels.cpu import library
 from kernels.cpu.library import return_large_buffers, use_threads
@@ -142,9 +142,9 @@ class Assembly:
             )
 
     def _policy(self, ledger: RegretLedger) -> Budget:
-        """Build a budget policy by measured costs, or a fixed one if nothing was measured."""
-        costs = self.costs
-        return FixedBudget(self.limits.max_budget) if costs is None else CostBudget(costs.verify, costs.drafts, ledger)
+        """Build a budget policy by measured costs, or a fixed one if nothing was measured or nothing is drafted."""
+        costs, most = self.costs, 0 if self.drafter_name == NoDrafter.name else self.limits.max_budget
+        return FixedBudget(most) if costs is None or not most else CostBudget(costs.verify, costs.drafts, ledger)
 
 
 def assemble(config: ServiceConfig, *, graphs: bool | None = None) -> Assembly:

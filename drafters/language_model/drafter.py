@@ -73,6 +73,10 @@ class LanguageModelDrafter(Drafter):
     def name(self) -> str:
         return self._name
 
+    @property
+    def needs_roots(self) -> bool:
+        return True
+
     def start(self, contexts: Sequence[DraftContext]) -> None:
         for context in contexts:
             self._table.start(context)

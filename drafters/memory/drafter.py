@@ -91,6 +91,10 @@ class MemoryDrafter(Drafter):
         return self.network is not None and self.network.wants_scores
 
     @property
+    def needs_roots(self) -> bool:
+        return self.network is not None and self.network.needs_roots
+
+    @property
     def num_blocks(self) -> int:
         return 0 if self.network is None else self.network.num_blocks
 

@@ -3,6 +3,7 @@
 
 from array import array
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -10,7 +11,7 @@ from torch import Tensor
 from kernels import sample as reference
 from kernels.cpu.library import CStruct, call, contiguous, kept
 from kernels.cpu.tree_attention import PlannedRows
-from kernels.rows import ExtendRows, ForwardRows, Place
+from kernels.rows import Ahead, ExtendRows, ForwardRows, Place
 from kernels.sample import ChosenTokens, Filters
 from kernels.settle import Verified
 from kernels.tree_attention import MAX_DEPTH
@@ -28,8 +29,10 @@ def lay_out_rows(
     slots: Tensor,
     table: Tensor,
     place: Place,
+    ahead: Ahead | None = None,
 ) -> ForwardRows:
     """Same as the reference op; `place` is not used. # slots [rows]; table [table rows, max positions]"""
+    extends = extends if ahead is None else _known(extends, ahead)
     assert table.is_contiguous(), "it is changed in place"
     lines, width, rows = len(extends), tree.width, slots.shape[0]
     sequences, read, completing = array("q"), array("q"), 0
@@ -41,6 +44,14 @@ def lay_out_rows(
     drafted = CStruct(*contiguous(slots, tree.tokens, tree.parents, tree.depths))
     call("lay_out_rows", sequences.tobytes(), lines, read.tobytes(), width, drafted, table, table.shape[1], written)
     return laid_out
+
+
+def _known(extends: Sequence[ExtendRows], ahead: Ahead) -> list[ExtendRows]:
+    """Put newest tokens and positions into the extend rows."""
+    known = list(extends)
+    for index, token, accepted in torch.stack(ahead[:3], 1).tolist():  # planned transfer: none, it is on the host
+        known[index] = replace(known[index], start=known[index].start + accepted, tokens=(token,))
+    return known
 
 
 @kept

@@ -2,7 +2,7 @@
 It runs after a step's outputs were delivered, and under a guard: an exception in it does not affect generation."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Items
 from functools import partial
 from itertools import pairwise
@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol
 
 from drafters.decision import SHARE, RegretLedger
 from drafters.feedback import Query
-from drafters.protocol import Committed, Drafter
+from drafters.protocol import Drafter
 from drafters.readback import Clock, Timestamp
 from service.engine.budget import DraftBudget
 from service.engine.emit import tokens_of
@@ -30,11 +30,12 @@ class SentStep(NamedTuple):
 
     batch: StepBatch
     budget: DraftBudget
-    committed: Committed
     clock: "StepClock"
-    sent: list[list[SequenceOutput]]  # outputs by completing sequence
+    sent: list[list[SequenceOutput]]  # outputs by completing sequence; none if it had ended before
     gaps: tuple[float, ...]  # seconds between emissions
     preemptions: int
+    discarded: int = 0  # tokens of sequences that had ended before
+    is_last: bool = True  # whether no later step is launched, so that the clock runs on
 
 
 class StepClock:
@@ -129,19 +130,16 @@ class StepAccounting:
             lambda: charge(batch, clock.version, step.budget.num_nodes, clock.seconds()),
             partial(leave_uncharged, batch),
         )
-        last = [of_one[-1] for of_one in step.sent]
-        finished = self.guard.run(
-            "end_queries", lambda: self.end_queries(batch.completing, batch.host.rows, last), list[FinishStats]
-        )
+        sequences = zip(batch.completing, batch.host.rows, step.sent, strict=True)
+        going_on = [(sequence, row, outputs[-1]) for sequence, row, outputs in sequences if outputs]
+        finished = self.guard.run("end_queries", lambda: self.end_queries(going_on), list[FinishStats])
         recorded = self.guard.run("end_step", lambda: self.end_step(step, accepted), lambda: None)
         self._num_plain = max(0, self._num_plain - 1)
         if recorded is None:
             self._leave_unlearnt()
             return finished, None
         stats, undisturbed = recorded
-        self.guard.run(
-            "learn", partial(learn, step.budget, step.committed, stats, timed=undisturbed), self._leave_unlearnt
-        )
+        self.guard.run("learn", partial(learn, step.budget, stats, timed=undisturbed), self._leave_unlearnt)
         return finished, stats
 
     def _leave_unlearnt(self) -> None:
@@ -152,7 +150,8 @@ class StepAccounting:
         """Record a step; `accepted`: accepted lengths by completing sequence. Returns its record, and whether it ran
         without training at the same time."""
         budget, clock = step.budget, step.clock
-        clock.lap("other")
+        if step.is_last:
+            clock.lap("other")
         per_draft = tuple(count for count, nodes in zip(accepted, budget.num_nodes, strict=False) if nodes)
         seconds = clock.seconds()
         stats = StepStats(
@@ -171,18 +170,17 @@ class StepAccounting:
             preemptions=step.preemptions,
             itl_seconds=step.gaps,
             verify_rows=budget.num_rows,
+            discarded_tokens=step.discarded,
         )
         if self._ledger is not None:
             self._ledger.accrue(stats.seconds)
         return stats, self._learning is None or self._learning.stepped(stats)
 
-    def end_queries(
-        self, sequences: Items[Sequence], rows: Items[int], outputs: Items[SequenceOutput]
-    ) -> list[FinishStats]:
-        """Hand finished queries to learning, and return their records. `rows` (of the slot table) and `outputs` (last
-        outputs) have one entry per sequence."""
+    def end_queries(self, sent: Iterable[tuple[Sequence, int, SequenceOutput]]) -> list[FinishStats]:
+        """Hand finished queries to learning, and return their records. `sent`: sequences, their rows of the slot table,
+        and their last outputs."""
         finished = []
-        for sequence, row, output in zip(sequences, rows, outputs, strict=True):
+        for sequence, row, output in sent:
             if output.finish_reason is not None:
                 is_charged = not math.isnan(sequence.charged_seconds)
                 if self._learning is not None and is_charged and output.finish_reason in ("stop", "length"):

@@ -16,6 +16,7 @@ from drafters.calibration import SurvivalCalibration
 from drafters.protocol import Committed, DraftContext, Drafter, HostMetadata, Noise, StepTimes
 from drafters.tree import ROOT, Candidates, DraftTree
 from kernels.graph_runner import Capture, send_floats, send_lines
+from kernels.rows import Ahead
 from service.engine.budget import Budget, DraftBudget, StepLoad
 from service.engine.grammar import constrained, with_runs_of
 from service.engine.kv_pool import SlotTable
@@ -47,8 +48,7 @@ class DraftStage:
     ) -> None:
         """`pace_seconds`: promised seconds per token, see `pace_weights`; with `capture`, the trees of up to
         `max_sequences` sequences are pruned by CUDA graphs, in fixed widths."""
-        self.policy = policy
-        self._drafter = drafter
+        self.policy, self.drafter = policy, drafter
         self._pace_seconds = pace_seconds
         self._max_budget = max_budget
         self._device = device
@@ -71,7 +71,7 @@ class DraftStage:
         """Give the drafter the context of sequences that start, or start again after preemption; `table` holds their
         slots."""
         if sequences:
-            self._drafter.start(
+            self.drafter.start(
                 [
                     DraftContext(
                         row=s.table_row,
@@ -91,7 +91,7 @@ class DraftStage:
     def stop(self, sequence: Sequence) -> None:
         """Drop the drafter's state of a sequence that stops running, and add the accepted tokens of its prediction to
         `predicted_tokens`."""
-        sequence.predicted_tokens += self._drafter.finish([sequence.table_row])[0]
+        sequence.predicted_tokens += self.drafter.finish([sequence.table_row])[0]
 
     def arrange(self, batch: StepBatch, num_free_slots: int) -> StepBatch:
         """Decide the step's budget, and sort the batch: sequences that run the drafter, then other decoding sequences,
@@ -102,17 +102,21 @@ class DraftStage:
         items = sorted(batch.items, key=lambda item: (not item.decodes, item.sequence.gain not in drafting))
         return StepBatch(items, batch.started, budget)
 
-    def draft(self, batch: StepBatch, *, drafts: bool = True) -> tuple[DraftTree, DraftBudget]:
+    def draft(
+        self, batch: StepBatch, ahead: Ahead | None = None, *, drafts: bool = True
+    ) -> tuple[DraftTree, DraftBudget]:
         """Draft one tree per sequence. Returns the trees and the step's budget. All trees are empty if `drafts` is
-        False or the batch has no budget."""
+        False or the batch has no budget. `ahead`: newest tokens that only the device knows."""
         budget = batch.budget
         if budget is None or not drafts:
             load = self._load(batch, 0) if budget is None else budget.load
             followed = budget is None or budget.followed
             budget = DraftBudget(load=load, reason="no_candidates", drafted=False, followed=followed)
         if budget.drafted:
-            limits = self._limits(batch.decoding, budget.max_nodes)
-            candidates = self._with_known_tokens(batch.decoding, self._grow(batch.decoding, budget.load, limits))
+            limits = self._limits(batch.decoding, budget.max_nodes, ahead)
+            most = 0 if ahead is None else ahead.most
+            grown = self._grow(batch.decoding, budget.load, limits, most)
+            candidates = self._with_known_tokens(batch.decoding, grown)
             return self._pruned(budget, candidates, limits), budget
         if budget.reason in ("suspended", "does_not_pay") and any(
             s.sampling.grammar or s.replay_tokens for s in batch.decoding
@@ -120,7 +124,7 @@ class DraftStage:
             candidates = self._with_known_tokens(batch.decoding, self._no_trees(budget.load.num_decoding))
             if candidates.width:
                 budget.reason = "forced"
-                return self._pruned(budget, candidates, self._limits(batch.decoding, budget.max_nodes)), budget
+                return self._pruned(budget, candidates, self._limits(batch.decoding, budget.max_nodes, ahead)), budget
         budget.node_rows = budget.num_nodes = (0,) * len(batch.items)
         return self._no_trees(len(batch.items)), budget
 
@@ -135,27 +139,29 @@ class DraftStage:
             budget.reason = "does_not_pay" if any(useful) else "no_candidates"
         budget.num_nodes = (*nodes, *(0,) * (len(budget.node_rows) - len(nodes)))
 
-    def learn(self, budget: DraftBudget, committed: Committed, stats: StepStats, *, timed: bool = True) -> None:
-        """Let calibration, drafter and policy learn from the step, and add their figures to its record.
-
-        `timed`: whether the step's seconds can be learnt from, because no training ran at the same time. In `committed`
-        the decoding sequences come first.
-        """
-        load = budget.load
+    def observe(self, committed: Committed, budget: DraftBudget) -> None:
+        """Let the calibration of survival learn from the last trees. In `committed` the decoding sequences come
+        first."""
+        count = budget.load.num_decoding
         if committed.tree.width:
-            self._pruning.learn(committed.tokens[: load.num_decoding], committed.counts[: load.num_decoding])
+            self._pruning.learn(committed.tokens[:count], committed.counts[:count])
+
+    def learn(self, budget: DraftBudget, stats: StepStats, *, timed: bool = True) -> None:
+        """Let drafter and policy learn from the step, and add their figures and the calibration's to its record.
+        `timed`: whether the step's seconds can be learnt from, because no training ran at the same time."""
+        load = budget.load
         if timed:
             reads_prompts = load.num_rows != load.num_decoding
-            self._drafter.timed(StepTimes(stats.seconds, stats.follow_seconds, reads_prompts=reads_prompts))
+            self.drafter.timed(StepTimes(stats.seconds, stats.follow_seconds, reads_prompts=reads_prompts))
             stats.predicted_verify_seconds = self.policy.learn(budget, stats)
         if self._num_learnt % _OUTLOOK_EVERY == 0:
             stats.drafting = self.policy.outlook(load)
-        stats.drafted_blocks, self._num_blocks = self._drafter.num_blocks - self._num_blocks, self._drafter.num_blocks
-        stats.memory = self._drafter.memory_counts()
+        stats.drafted_blocks, self._num_blocks = self.drafter.num_blocks - self._num_blocks, self.drafter.num_blocks
+        stats.memory = self.drafter.memory_counts()
         self._num_learnt += 1
         if self._num_learnt % _REPORT_EVERY == 0:
             stats.survival_error = self._pruning.calibration.error()
-            ranks = self._drafter.rank_outcomes()
+            ranks = self.drafter.rank_outcomes()
             stats.rank_predicted, stats.rank_right = ranks.predicted, ranks.right
 
     def _load(self, batch: StepBatch, num_free_slots: int) -> StepLoad:
@@ -201,31 +207,35 @@ class DraftStage:
             return self._even_weights(len(decoding))
         return pace_weights(decoding, self._pace_seconds, time.monotonic(), self._device)
 
-    def _limits(self, decoding: Items[Sequence], max_nodes: int) -> "_Limits":
+    def _limits(self, decoding: Items[Sequence], max_nodes: int, ahead: Ahead | None) -> "_Limits":
         max_nodes = min(self._max_budget, max_nodes)
         rows, roots, seeds, max_depth, most = send_lines(
             self._device,
             [s.table_row for s in decoding],
-            [len(s.tokens) - 1 for s in decoding],
+            [s.num_computed for s in decoding],
             [s.sampling.params.seed for s in decoding],
-            [s.num_remaining - 1 for s in decoding],
+            [s.num_remaining - 1 - s.awaits_token for s in decoding],
             [max_nodes if s.max_nodes is None else min(s.max_nodes, max_nodes) for s in decoding],
         )
+        if ahead is not None:
+            roots, max_depth = ahead.added(roots), ahead.added(max_depth, sign=-1).clamp(min=0)
         temperatures = send_floats(self._device, [s.sampling.params.temperature for s in decoding])
         return _Limits(rows, roots, seeds, max_depth, most, temperatures, self._weights(decoding))
 
-    def _grow(self, decoding: Items[Sequence], load: StepLoad, limits: "_Limits") -> Candidates:
-        """Run the drafter. # -> its candidates, empty trees for sequences that do not draft: [decoding, nodes]"""
+    def _grow(self, decoding: Items[Sequence], load: StepLoad, limits: "_Limits", most: int) -> Candidates:
+        """Run the drafter. `most`: number of positions that a launched step adds at most to a root.
+        # -> its candidates, empty trees for sequences that do not draft: [decoding, nodes]"""
         drafting, count = decoding[: load.num_drafting], load.num_drafting
+        roots = tuple(s.num_computed + (most if s.awaits_token else 0) for s in drafting)
         noise = Noise(
             seeds=limits.seeds[:count],
             temperatures=limits.temperatures[:count],
             positions=limits.roots[:count],
             warm=any(s.sampling.params.temperature for s in drafting),
-            host=HostMetadata(tuple(s.table_row for s in drafting), tuple(len(s.tokens) - 1 for s in drafting)),
+            host=HostMetadata(tuple(s.table_row for s in drafting), roots),
             filters=filters_of([s.sampling for s in drafting]),
         )
-        return _with_empty_trees(self._drafter.grow(limits.rows[:count], noise), len(decoding))
+        return _with_empty_trees(self.drafter.grow(limits.rows[:count], noise), len(decoding))
 
     def _with_known_tokens(self, decoding: Items[Sequence], candidates: Candidates) -> Candidates:
         """Add tokens that resumed streams replay and those that grammars force; drop what grammars forbid."""
@@ -235,9 +245,9 @@ class DraftStage:
         return constrained(candidates, grammars, self._max_budget) if any(grammars) else candidates
 
     def _notice_new_version(self) -> None:
-        if self._version != self._drafter.version:
-            self._version = self._drafter.version
-            self._drafter.on_weights_changed()
+        if self._version != self.drafter.version:
+            self._version = self.drafter.version
+            self.drafter.on_weights_changed()
             self._pruning.calibration.on_weights_changed()
             self.policy.on_weights_changed()
 

@@ -11,13 +11,13 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from drafters.protocol import Committed, Drafter
+from drafters.protocol import Drafter
 from drafters.tree import DraftTree
 from kernels.settle import Verified
 from service.engine.budget import DraftBudget
 from service.engine.requests import SequenceOutput, SpeculationRecord, StepTree, Timings, TokenLogprob
+from service.engine.rows import Scheduled
 from service.engine.sampling import logprobs
-from service.engine.scheduler import Scheduled
 from service.engine.sequence import Finish, Sequence
 
 _NO_SCORE = Finish("error", error="the model produced no finite score for the next token")
@@ -30,17 +30,16 @@ class StepResult(NamedTuple):
     trees: DraftTree
     budget: DraftBudget
     verified: Verified
-    committed: Committed
     logits: Tensor  # [logits, vocab]
     tokens: list[list[int]]  # accepted tokens and the bonus token of each completing sequence
     failed: list[bool]  # True for each completing sequence that had no finite logit to choose a token from
 
 
-def read_result(verified: Verified) -> tuple[list[list[int]], list[bool], list[list[int]]]:
-    """Copy the step's result to the host, in one transfer: the only wait for the device in a plain step.
-    # -> by completing sequence: tokens and failures as in `StepResult`, tree sizes as in `Pruned`"""
-    rows: list[list[int]] = verified.emitted.tolist()  # planned transfer
-    first = verified.emitted.shape[1] - verified.tokens.shape[1]
+def read_result(emitted: Tensor, longest: int) -> tuple[list[list[int]], list[bool], list[list[int]]]:
+    """Read `Verified.emitted`, of which the last `longest` columns are tokens. # emitted, on the host -> by completing
+    sequence: tokens and failures as in `StepResult`, tree sizes as in `Pruned`"""
+    rows: list[list[int]] = emitted.tolist()  # planned transfer: none, it is on the host
+    first = emitted.shape[1] - longest
     tokens = [[token for token in row[first:] if token >= 0] for row in rows]
     return tokens, [bool(row[0]) for row in rows], [row[1:first] for row in rows]
 

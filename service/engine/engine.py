@@ -2,7 +2,8 @@
 
     admit -> choose budget -> grow trees -> prune -> verify -> accept -> commit -> emit
 
-Each stage has a module of its own; this one composes them. The engine is driven by a single thread.
+Each stage has a module of its own; this one composes them. The engine is driven by a single thread. On a GPU a step is
+launched before the tokens of the one before are read (`launch.py`), so that the device does not wait for the host.
 """
 
 import logging
@@ -17,21 +18,20 @@ import torch
 from drafters.decision import RegretLedger
 from drafters.protocol import MIN_SURVIVAL, Drafter, MemorySizes
 from drafters.readback import clock_of
-from kernels.rows import ForwardRows
 from kernels.tree_attention import NULL_SLOT
 from service.engine.accounting import LearningHooks, SentStep, StepAccounting, StepClock, finish_stats
 from service.engine.budget import Budget
 from service.engine.drafting import DraftStage
-from service.engine.emit import EmitStage, PromptScores, StepResult, mark_emitted, read_result
+from service.engine.emit import EmitStage, StepResult, mark_emitted, read_result
+from service.engine.launch import Flight, Launcher
 from service.engine.requests import GenerationRequest, SamplingParams, SequenceOutput, Submission
-from service.engine.rows import RowLayout, committed_of, decoding_shapes, prompt_reads
+from service.engine.rows import Scheduled, decoding_shapes
 from service.engine.sampling import SamplingState, signed64
-from service.engine.scheduler import Scheduled, Scheduler, StepBatch
+from service.engine.scheduler import Scheduler, StepBatch
 from service.engine.sequence import Finish, Sequence, TextStream, new_sequence
 from service.engine.stats import FinishStats, LoadStats, StepStats
-from service.engine.target import Target, TargetOutput
+from service.engine.target import Target
 from service.engine.tree_pruning import tree_widths_up_to
-from service.engine.verify import VerifyStage
 from service.engine.waiting import PromptPace
 from service.observability.guard import Guard
 from service.text.tokenizer import ChatTokenizer
@@ -63,6 +63,7 @@ class EngineLimits:
     memory: MemorySizes = field(default_factory=MemorySizes)  # sizes of the memory of past answers
     least_survival: float = MIN_SURVIVAL  # survival below which no node is drafted, see `least_that_pays`
     pace_seconds: float | None = None  # promised seconds per token, see `pace_weights`; None without a promise
+    steps_ahead: int = 0  # steps that are launched before the tokens of earlier ones are read: 0 or 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,11 +83,15 @@ class EngineOutput:
     stats: StepStats | None  # None if there was nothing to do, or if recording the step failed
 
 
+_NOTHING = EngineOutput([], [], None)
+
+
 @dataclass(slots=True)
 class _Recovery:
     """State of failures that the next calls of `Engine.step` deal with."""
 
     rejected: dict[Sequence, Finish] = field(default_factory=dict)  # sequences that could not start
+    ended: EngineOutput = _NOTHING  # outputs of a sequence that failed alone
     parts: list[list[Scheduled]] = field(default_factory=list)  # parts of a failed step, to be repeated last one first
 
 
@@ -131,8 +136,10 @@ class Engine:
             keeps_prefixes=limits.prefix_cache,
             tree_nodes=limits.max_budget,
         )
-        self._layout = RowLayout(self.slots, self.table, capture, shapes)
-        self._verify_stage = VerifyStage(self.table, capture, shapes)
+        self._launcher = Launcher(
+            target, self.slots, self.table, self._draft_stage, shapes, steps_ahead=limits.steps_ahead
+        )
+        self._flight: Flight | None = None  # the launched step whose tokens have not been read
         self._emit_stage = EmitStage(drafter, vocabulary.eos_ids)
         self._accounting = StepAccounting(drafter, clock_of(target.device), ledger, learning)
         self._vocabulary = vocabulary
@@ -141,7 +148,8 @@ class Engine:
     @property
     def idle(self) -> bool:
         """Whether the next step would have nothing to do."""
-        return not (self.scheduler.running or self.scheduler.queue.num_sequences or self._recovery.rejected)
+        scheduler = self.scheduler
+        return not (scheduler.running or scheduler.queue.num_sequences or self._recovery.rejected or self._flight)
 
     @property
     def policy(self) -> Budget:
@@ -192,21 +200,55 @@ class Engine:
         return EngineOutput(output.outputs, finished, stats)
 
     def _advance_all(self) -> tuple[EngineOutput, SentStep | None]:
-        """Run a step without its bookkeeping. Returns its outputs, and the data for the bookkeeping or None."""
+        """Launch a step, and settle it or, if steps run ahead, the one before. Returns the outputs, and the data for
+        the bookkeeping or None."""
         if self._recovery.rejected:
             rejected, self._recovery.rejected = self._recovery.rejected, {}
             return self._end(rejected), None
+        before, self._flight = self._flight, None
+        launched = self._launch(before) if before is None or self._may_pass(before) else None
+        settled = None if before is None else self._settle(before, is_last=launched is None)
+        if launched is not None and self._commit(launched):
+            if not self._launcher.runs_ahead:
+                return self._settle(launched)
+            self._flight = launched
+        ended, self._recovery.ended = self._recovery.ended, _NOTHING
+        return settled or (ended, None)
+
+    def _may_pass(self, flight: Flight) -> bool:
+        """Whether a step can be launched before this one's tokens are known."""
+        return not self._recovery.parts and self._launcher.may_pass(flight) and self.scheduler.fits_ahead
+
+    def _launch(self, before: Flight | None) -> Flight | None:
+        """Launch the next step. Returns None if there is nothing to do, or if that raised; then it is repeated."""
         clock = self._accounting.start_step(idle=self.idle)
         self._claim_slots()
-        batch, drafts = self._next_batch()
+        batch = self._next_batch(ahead=before is not None)
         if not batch.items:
-            return EngineOutput([], [], None), None
+            return None
         mark = self.slots.mark()
         try:
-            result = self._draft_and_verify(batch, clock, drafts=drafts and self._accounting.may_draft)
+            flight = self._launcher.launch(batch, clock, before, drafts=self._accounting.may_draft)
         except Exception as error:
-            return self._recover(batch, mark, error, drafts=drafts), None
-        return self._commit_and_emit(batch, result, clock)
+            self.slots.rewind(mark)  # nothing was freed since
+            self._recover(batch, error)
+            return None
+        for item in batch.items:
+            _count(item.sequence, item.num_rows, 1)
+        return flight
+
+    def _commit(self, flight: Flight) -> bool:
+        """Give the drafter the tokens of a launched step. If that raises, undo the step, and return False."""
+        try:
+            self._launcher.commit(flight)
+        except Exception as error:
+            for item in flight.batch.items:
+                _count(item.sequence, -item.num_rows, -1)
+                self.scheduler.release(item.sequence)
+            self.slots.free(flight.rows.slots)
+            self._recover(flight.batch, error)
+            return False
+        return True
 
     def forget(self, scope: str | None) -> None:
         """Forget the past answers of this scope, or of all scopes, in the drafter and in what is learnt from."""
@@ -221,61 +263,36 @@ class Engine:
             if self.slots.windows is not None:
                 self.slots.windows.places.reset()  # the other engine has changed which slots have them
 
-    def _next_batch(self) -> tuple[StepBatch, bool]:
-        """Return the next part of a failed step, or else a new batch, and whether it may have drafts."""
+    def _next_batch(self, *, ahead: bool) -> StepBatch:
+        """Return the next part of a failed step, which has no drafts, or else a new batch. `ahead`: whether the tokens
+        of the last step are unknown."""
         if not self._recovery.parts:
-            batch = self.scheduler.schedule()
+            batch = self.scheduler.schedule(ahead=ahead)
             most = batch.num_extend_rows + self.table.most_nodes
-            return self._draft_stage.arrange(batch, min(self.slots.room, most)), True
-        items = [item for item in self._recovery.parts.pop() if item.sequence.row is not None]
-        return StepBatch(items, [item.sequence for item in items]), False
+            return self._draft_stage.arrange(batch, min(self.slots.room, most))
+        part = [item for item in self._recovery.parts.pop() if item.sequence in self.scheduler.running]
+        items = [Scheduled.of(item.sequence, item.num_rows) for item in part]  # with tokens that were unknown
+        return StepBatch(items, [item.sequence for item in items])
 
-    def _draft_and_verify(self, batch: StepBatch, clock: StepClock, *, drafts: bool) -> StepResult:
-        """Draft trees, run the target on them and accept nodes. Only slots and the drafter's state change, so that a
-        step that raises here can be undone."""
-        self._draft_stage.start(batch.started, self.table)
-        trees, budget = self._draft_stage.draft(batch, drafts=drafts)
-        clock.lap("draft")
-        rows = self._layout(batch.items, trees, budget.node_rows)
-        wants_scores = self.drafter.wants_scores
-        reads = self.drafter.reads_prompts and batch.num_extend_rows > len(batch.completing)
-        output = self._forward(batch, rows, features=budget.followed or wants_scores or reads)
-        clock.lap("verify")
-        verified = self._verify_stage.verify(
-            batch.completing, rows, trees, output.logits, output.sampler, budget.tree_sizes
-        )
-        committed = committed_of(
-            verified, trees, output, wants_scores=wants_scores, host=batch.host, follow=budget.followed
-        )
-        clock.lap("other")
-        if reads:
-            for read in prompt_reads(batch.items, rows, output.features, follow=committed.follow):
-                self.drafter.read(read)
-        self.drafter.commit(committed)
-        clock.lap("follow")
-        tokens, failed, tree_sizes = read_result(verified)
+    def _settle(self, flight: Flight, *, is_last: bool = True) -> tuple[EngineOutput, SentStep]:
+        """Read a step's tokens, append them to their sequences, free the slots of rejected nodes, and make the outputs.
+        `is_last`: whether no later step is launched."""
+        batch, budget = flight.batch, flight.budget
+        tokens, failed, tree_sizes = read_result(flight.emitted(), flight.verified.tokens.shape[1])
         self._draft_stage.count_nodes(budget, tree_sizes)
-        return StepResult(trees, budget, verified, committed, output.logits, tokens, failed)
-
-    def _forward(self, batch: StepBatch, rows: ForwardRows, *, features: bool) -> TargetOutput:
-        """Run the target on the step's rows, and keep the log-probabilities of prompt tokens that requests want."""
-        scores = PromptScores(batch.items)
-        scored = torch.tensor(scores.rows, device=self.target.device) if scores.rows else None
-        output = self.target.forward(rows, self.table, scored, features=features)
-        if output.scored is not None:
-            scores.keep(output.scored)
-        return output
-
-    def _commit_and_emit(self, batch: StepBatch, result: StepResult, clock: StepClock) -> tuple[EngineOutput, SentStep]:
-        """Append the step's tokens to their sequences, free the slots of rejected nodes, and make the outputs."""
-        lengths = [len(tokens) - 1 for tokens in result.tokens]
+        lengths = [len(chosen) - 1 for chosen in tokens]
         gaps = _advance(batch, lengths)
-        self.table.advance(batch.items, lengths, result.verified.path_rows)
-        if rejected := sum(result.budget.node_rows) - sum(lengths):
-            self.slots.free(result.verified.freed[:rejected])
-        sent = [self._emit(sequence, index, result) for index, sequence in enumerate(batch.completing)]
+        self.table.advance(batch.items, lengths, flight.verified.path_rows)
+        if rejected := sum(budget.node_rows) - sum(lengths):
+            self.slots.free(flight.rejected[:rejected])
+        result = StepResult(flight.trees, budget, flight.verified, flight.output.logits, tokens, failed)
+        sent, discarded = list[list[SequenceOutput]](), 0
+        for index, sequence in enumerate(batch.completing):
+            discarded += len(tokens[index]) if sequence.has_ended else 0
+            sent.append([] if sequence.has_ended else self._emit(sequence, index, result))
+            self.scheduler.release(sequence)
         preemptions = self.scheduler.take_preemptions()
-        books = SentStep(batch, result.budget, result.committed, clock, sent, gaps, preemptions)
+        books = SentStep(batch, budget, flight.clock, sent, gaps, preemptions, discarded, is_last)
         return EngineOutput(list(chain.from_iterable(sent)), [], None), books
 
     def _emit(self, sequence: Sequence, index: int, result: StepResult) -> list[SequenceOutput]:
@@ -285,23 +302,21 @@ class Engine:
         except Exception as error:
             return self._end({sequence: _failure(sequence.request, error)}).outputs
 
-    def _recover(self, batch: StepBatch, mark: tuple[int, int], error: Exception, *, drafts: bool) -> EngineOutput:
-        """Undo a step that raised, and queue its parts to be repeated; a sequence that raises alone ends with an error.
-
-        mark: state of the slots before the step. Raises the exceptions of `_probe`.
-        """
+    def _recover(self, batch: StepBatch, error: Exception) -> None:
+        """Queue the parts of a step that raised and was undone, to be repeated; a sequence that raises alone ends with
+        an error. Raises the exceptions of `_probe`."""
         items, sequences = batch.items, [item.sequence for item in batch.items]
-        self.slots.rewind(mark)  # the step freed no slot
         for sequence in sequences:
-            self._draft_stage.stop(sequence)
+            if not sequence.has_ended:
+                self._draft_stage.stop(sequence)
+        drafts = batch.budget is not None
         if drafts or len(items) > 1:
             logger.warning("a step of %d sequences failed; repeating it without drafts", len(items), exc_info=error)
             half = 0 if drafts else len(items) // 2
             self._recovery.parts += [part for part in (items[half:], items[:half]) if part]
-            return EngineOutput([], [], None)
-        output = self._end({sequence: _failure(sequence.request, error) for sequence in sequences})
+            return
+        self._recovery.ended = self._end({sequence: _failure(sequence.request, error) for sequence in sequences})
         self._probe()
-        return output
 
     def _probe(self) -> None:
         """Run and undo a step without drafts for the engine's own probe request. Raises if the engine itself fails."""
@@ -310,7 +325,9 @@ class Engine:
             raise RuntimeError("no sequence can begin")
         sequence.row = self.table.take_row()
         batch = StepBatch([Scheduled.of(sequence, 1)], [sequence])
-        self._draft_and_verify(batch, StepClock(clock_of(self.target.device)), drafts=False)
+        flight = self._launcher.launch(batch, StepClock(clock_of(self.target.device)), drafts=False)
+        self._launcher.commit(flight)
+        flight.emitted()
         self._draft_stage.stop(sequence)
         self.table.release_row(sequence.row, 1)
         self.slots.rewind(mark)
@@ -324,7 +341,9 @@ class Engine:
 
     def assert_conserved(self) -> None:
         """Assert, for tests, that every slot is either free or holds one position of a running sequence or a cached
-        prefix."""
+        prefix; not while a step is in flight, which holds some for its nodes."""
+        if self._flight is not None:
+            return
         owned = torch.cat([self.slots.free_slots(), self.scheduler.held_slots()])
         assert owned.shape[0] == self.slots.capacity, f"{self.slots.capacity - owned.shape[0]} slots are lost"
         assert owned.unique().shape[0] == self.slots.capacity, "a slot has two owners"
@@ -362,15 +381,20 @@ class Engine:
 
 
 def _advance(batch: StepBatch, accepted: Items[int]) -> tuple[float, ...]:
-    """Count the positions that now have keys and values: extend rows, and accepted nodes of completing sequences.
-    Returns the seconds since the last output of each completing sequence that had one."""
+    """Count the accepted nodes of completing sequences, whose keys and values are computed. Returns the seconds since
+    the last output of each that had one."""
+    lengths = dict(zip(batch.completing, accepted, strict=True))
     for item in batch.items:
-        item.sequence.num_computed += item.num_rows
-    for sequence, length in zip(batch.completing, accepted, strict=True):
-        sequence.num_computed += length
+        _count(item.sequence, lengths.get(item.sequence, 0), -1)
     now = time.monotonic()
-    gaps = [mark_emitted(sequence, now) for sequence in batch.completing]
+    gaps = [mark_emitted(sequence, now) for sequence in batch.completing if not sequence.has_ended]
     return tuple(gap for gap in gaps if gap is not None)
+
+
+def _count(sequence: Sequence, positions: int, steps: int) -> None:
+    """Count positions that are computed, and steps in flight; negative when they no longer are."""
+    sequence.num_computed += positions
+    sequence.steps_in_flight += steps
 
 
 def _failure(request: GenerationRequest, error: Exception) -> Finish:

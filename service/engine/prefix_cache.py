@@ -153,7 +153,7 @@ class PrefixCache:
         # A running sequence cannot replace its slots by those that another one has published.
         if labels and labels[0] not in lease.node.children:
             node, length = lease.node, lease.length
-            lease.node = self._attach(node, labels, slots, lease.placed_from - length)
+            lease.node = self._attach(node, labels, slots[: len(labels)], lease.placed_from - length)
             lease.node.leases = 1
             lease.length += len(labels)
             lease.placed_from, lease.parting = max(lease.placed_from, lease.length), 0

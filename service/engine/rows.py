@@ -6,7 +6,7 @@ nodes = padded node count of a tree, depth = length of the longest path of a tre
 
 from collections.abc import Iterator
 from collections.abc import Sequence as Items
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import NamedTuple
 
@@ -17,15 +17,38 @@ from drafters.protocol import Committed, HostMetadata, Read
 from drafters.tree import ROOT, DraftTree, VerifyResult
 from kernels import ops
 from kernels.graph_runner import Capture, GraphRunner, batches_up_to, send
-from kernels.rows import ExtendRows, ForwardRows
+from kernels.rows import Ahead, ExtendRows, ForwardRows
 from kernels.settle import Verified
 from kernels.tree_attention import NULL_SLOT
 from service.engine.kv_pool import SlotPool, SlotTable
-from service.engine.scheduler import Scheduled
+from service.engine.sequence import Sequence
 from service.engine.target import TargetOutput
 
 DecodingShape = tuple[int, int]
 """Number of sequences and tree width of a captured decoding step."""
+
+
+_UNKNOWN = 0
+"""Stands for a token that a launched step chooses; its position is the lowest possible one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scheduled(ExtendRows):
+    """A sequence's rows in a step: its next pending tokens."""
+
+    sequence: Sequence
+
+    @staticmethod
+    def of(sequence: Sequence, num_rows: int) -> "Scheduled":
+        """Schedule the sequence's next `num_rows` pending tokens."""
+        first = sequence.num_computed
+        tokens = [_UNKNOWN] if sequence.awaits_token else sequence.tokens[first : first + num_rows]
+        return Scheduled(sequence.table_row, first, tokens, num_rows >= sequence.num_pending, sequence)
+
+    @property
+    def decodes(self) -> bool:
+        """Whether the sequence decodes: its only row is its last pending token, the root of a draft tree."""
+        return self.num_rows == 1 and self.completes
 
 
 class RowLayout:
@@ -40,18 +63,22 @@ class RowLayout:
         self._place = GraphRunner(place_rows, capture, padding)
 
     def __call__(
-        self, extends: Items[ExtendRows], trees: DraftTree, node_rows: Items[int] | None = None
+        self,
+        extends: Items[ExtendRows],
+        trees: DraftTree,
+        node_rows: Items[int] | None = None,
+        ahead: Ahead | None = None,
     ) -> ForwardRows:
         """Allocate a slot for each row, and write the slots of extend rows into the slot table.
 
         `extends` and `trees` have one entry per sequence. `node_rows`: number of rows of each tree; if None, it is read
-        from the device. The next call may overwrite the result.
+        from the device. `ahead`: newest tokens that only the device knows. The next call may overwrite the result.
         """
         if node_rows is None:
             node_rows = trees.num_nodes.tolist()  # planned transfer: not while serving
         num_rows = sum(extend.num_rows for extend in extends) + sum(node_rows)
         slots, table, states = self._slots.allocate(num_rows), self._table.slots, self._table.states
-        rows = ops.on(table.device).lay_out_rows(extends, node_rows, trees, slots, table, self._place)
+        rows = ops.on(table.device).lay_out_rows(extends, node_rows, trees, slots, table, self._place, ahead)
         return rows if states is None else replace(rows, states=states.rows(extends, node_rows, trees.parents))
 
 
@@ -129,6 +156,17 @@ def committed_of(
         logits=output.logits if wants_scores else None,
         chosen_by=verified.path_logits if wants_scores else None,
     )
+
+
+def of_sequences(committed: Committed, kept: Items[int]) -> Committed:
+    """Take the permanent tokens of some sequences, given by their index."""
+    (index,) = send(committed.rows.device, kept)
+    alike = ("rows", "tokens", "counts", "features", "positions", "slots", "chosen_by")
+    by_sequence = {name: value[index] for name in alike if (value := getattr(committed, name)) is not None}
+    whole, host = committed.result, committed.host
+    result = VerifyResult(whole.path[index], whole.num_accepted[index], whole.target_tokens[index])
+    known = host and HostMetadata(*(tuple(values[one] for one in kept) for values in (host.rows, host.roots)))
+    return replace(committed, tree=committed.tree.take(index), result=result, host=known, **by_sequence)
 
 
 def prompt_reads(

@@ -18,13 +18,13 @@ import torch
 from torch import Tensor
 
 from drafters.protocol import HostMetadata
-from kernels.rows import ExtendRows
 from kernels.tree_attention import MAX_NODES
 from service.engine.budget import DraftBudget
 from service.engine.kv_pool import SlotPool, SlotTable
 from service.engine.prefix_cache import PrefixCache, PrefixLease
 from service.engine.prefix_tree import common_length
 from service.engine.requests import Submission
+from service.engine.rows import Scheduled
 from service.engine.sequence import Sequence, in_cache
 from service.engine.waiting import Entry, Forecast, PromptPace, Reader, ServiceCounters, WaitingQueue
 
@@ -32,25 +32,6 @@ _EVICT_AT_ONCE = 256
 """Minimum number of slots per eviction, so that a full cache does not evict in every step."""
 
 _OFTEN = 2  # number of preemptions after which other sequences are preempted first
-
-
-@dataclass(frozen=True, slots=True)
-class Scheduled(ExtendRows):
-    """A sequence's rows in a step: its next pending tokens."""
-
-    sequence: Sequence
-
-    @staticmethod
-    def of(sequence: Sequence, num_rows: int) -> "Scheduled":
-        """Schedule the sequence's next `num_rows` pending tokens."""
-        first = sequence.num_computed
-        tokens = sequence.tokens[first : first + num_rows]
-        return Scheduled(sequence.table_row, first, tokens, num_rows == sequence.num_pending, sequence)
-
-    @property
-    def decodes(self) -> bool:
-        """Whether the sequence decodes: its only row is its last pending token, the root of a draft tree."""
-        return self.num_rows == 1 and self.completes
 
 
 @dataclass(frozen=True)
@@ -107,13 +88,21 @@ class Scheduler:
         self._slots = slots
         self._table = table
         self._pace = pace
-        self._on_start, self._on_stop = on_start, on_stop
+        self._hooks = on_start, on_stop
         device, windows, states = table.slots.device, slots.windows, table.states
         self._cache = PrefixCache(device, keep=keeps_prefixes, windows=windows, states=states)
         self._tree_nodes = tree_nodes
         self._service = ServiceCounters()
         self._forecast = Forecast()
         self._preemptions = 0
+        self._must_preempt = False  # whether a sequence waits for room that another one must leave
+
+    @property
+    def fits_ahead(self) -> bool:
+        """Whether the next step can be planned before the tokens of the last one are known: no sequence must be
+        preempted for it."""
+        decoding = sum(not sequence.is_prefilling for sequence in self.running)
+        return not self._must_preempt and max(1, decoding) <= self._room
 
     @property
     def num_available(self) -> int:
@@ -140,13 +129,18 @@ class Scheduler:
         self._service.enter(body.requests[0].scope.account, present)
         self.queue.arrive(body)
 
-    def schedule(self) -> StepBatch:
-        """Choose the next step's sequences, and free slots for them."""
+    def schedule(self, *, ahead: bool = False) -> StepBatch:
+        """Choose the next step's sequences, and free slots for them. `ahead`: whether the tokens of the last step are
+        unknown; then no sequence is preempted (see `fits_ahead`)."""
         self._pace.observe(is_over=not self.running)
         self._note_progress()
         self._preempt_until_decoding_fits()
-        started = self._admit()
-        decoding = [Scheduled.of(sequence, 1) for sequence in self.running if not sequence.is_prefilling]
+        started = self._admit(may_preempt=not ahead)
+        decoding = [
+            Scheduled.of(sequence, 1)
+            for sequence in self.running
+            if not sequence.is_prefilling and not sequence.must_end
+        ]
         chunks = self._chunks(decoding)
         batch = StepBatch(decoding + chunks, started)
         self._clear_slots(batch.num_extend_rows + len(decoding) * self._tree_nodes)
@@ -158,6 +152,13 @@ class Scheduler:
             self._service.settle(sequence)
             self._forecast.observe(sequence)
             self._stop(sequence)
+            sequence.has_ended = True
+            self.release(sequence)
+
+    def release(self, sequence: Sequence) -> None:
+        """Free the slots of a sequence that has ended, once no launched step writes to them."""
+        if sequence.has_ended and sequence.row is not None and not sequence.steps_in_flight:
+            self._free(sequence)
 
     def withdraw(self, request_ids: Collection[str]) -> list[Sequence]:
         """Remove all sequences of these requests, waiting or running. Returns those that existed already."""
@@ -170,6 +171,7 @@ class Scheduler:
         """Move a running sequence back to its place in the queue."""
         self._service.settle(sequence)
         self._stop(sequence)
+        self._free(sequence)
         del sequence.sampling  # rebuilt from its tokens
         sequence.num_computed = 0
         sequence.preemptions += 1
@@ -228,9 +230,11 @@ class Scheduler:
             self.preempt(victim)
 
     def _stop(self, sequence: Sequence) -> None:
-        self._on_stop(sequence)
+        self._hooks[1](sequence)
         self.running.remove(sequence)
         self.queue.release(sequence)
+
+    def _free(self, sequence: Sequence) -> None:
         assert sequence.lease is not None, "a running sequence has a lease"
         self._cache.keep_state(sequence.lease, sequence.table_row, is_last=True)
         slots = self._table.release_row(sequence.table_row, sequence.num_computed)
@@ -238,14 +242,20 @@ class Scheduler:
         self._slots.free(unused, placed=False)
         sequence.row = sequence.lease = None
 
-    def _admit(self) -> list[Sequence]:
+    def _admit(self, *, may_preempt: bool) -> list[Sequence]:
         """Start waiting sequences while there is room, beginning with the client that was served least."""
         started: list[Sequence] = []
+        self._must_preempt = False
         while (sequence := self._next_to_start()) is not None:
-            if not self._has_room(sequence) and not self._make_way(sequence, started):
-                break
+            if not self._has_room(sequence):
+                victims = self._victims(sequence, started)
+                self._must_preempt = bool(victims) and not may_preempt
+                if not victims or self._must_preempt:
+                    break
+                for victim in victims:
+                    self.preempt(victim)
             self.queue.take(sequence)
-            if self._on_start(sequence):
+            if self._hooks[0](sequence):
                 self._start(sequence)
                 started.append(sequence)
         return started
@@ -298,10 +308,10 @@ class Scheduler:
         fits = claimed <= available and seen <= self._slots.num_places
         return self._table.num_free_rows + len(victims) > 0 and fits
 
-    def _make_way(self, sequence: Sequence, started: Items[Sequence]) -> bool:
-        """Make room for a sequence by preempting the cheapest sequences of clients that run more sequences than its own
-        client would then run. Sequences that were preempted often are preempted only for a client that runs none.
-        Returns whether there is room; if not, no sequence is preempted."""
+    def _victims(self, sequence: Sequence, started: Items[Sequence]) -> list[Sequence]:
+        """Choose sequences to preempt so that there is room for one that waits: the cheapest of clients that run more
+        than its own client would then run. Sequences that were preempted often are preempted only for a client that
+        runs none. Returns no sequence if there would still be no room."""
         victims: list[Sequence] = []
         while not self._has_room(sequence, victims):
             running = Counter(other.client for other in self.running if other not in victims)
@@ -314,11 +324,9 @@ class Scheduler:
             ]
             victim = cheapest(spare, self.running, self._cache)
             if victim is None:
-                return False
+                return []
             victims.append(victim)
-        for victim in victims:
-            self.preempt(victim)
-        return True
+        return victims
 
     def _start(self, sequence: Sequence) -> None:
         sequence.row = self._table.take_row()

@@ -105,11 +105,14 @@ class Sequence:
     sampling: SamplingState = field(init=False)  # exists while the sequence runs
     text: TextStream = field(init=False)  # exists since the sequence started for the first time
     row: int | None = None  # row of the slot table; None unless the sequence runs
-    num_computed: int = 0  # number of leading positions whose keys and values are in the pool
+    num_computed: int = 0  # number of leading positions whose keys and values are in the pool, or will be by launched
+    # steps, without their nodes
     lease: PrefixLease | None = None  # lease on the prefix cache; None unless the sequence runs
     num_cached: int = 0  # prompt tokens whose keys and values were found in the cache
     arrival: int = 0  # rank in the order of arrival
     preemptions: int = 0
+    has_ended: bool = False  # whether the scheduler has removed it
+    steps_in_flight: int = 0  # launched steps with rows of it whose tokens have not been read
     charged_tokens: float = 0.0  # service already added to its client's counter
     started_seconds: float | None = None
     first_token_seconds: float | None = None
@@ -172,8 +175,27 @@ class Sequence:
 
     @property
     def num_pending(self) -> int:
-        """Number of tokens whose keys and values are still to be computed; 1 while decoding."""
+        """Number of tokens whose keys and values are still to be computed; 1 while decoding, 0 while a launched step
+        chooses the next one."""
         return len(self.tokens) - self.num_computed
+
+    @property
+    def awaits_token(self) -> bool:
+        """Whether a launched step chooses the newest token of this running sequence."""
+        return self.num_pending == 0
+
+    @property
+    def must_end(self) -> bool:
+        """Whether the sequence ends with the step that is launched, because of its length."""
+        return self.awaits_token and self.num_remaining <= 1
+
+    @property
+    def needs_host(self) -> bool:
+        """Whether its next step needs its newest token on the host, or its output what the step computed beside it."""
+        request, params = self.request, self.request.sampling
+        by_token = request.grammar or request.replayed or params.has_penalties
+        shown = params.num_logprobs is not None or request.speculation.trace
+        return bool(by_token or shown or self.num_generated < params.min_tokens)
 
     @property
     def num_until_end(self) -> int:

@@ -53,6 +53,7 @@ class StepStats:
     drafting: DraftingOutlook | None = None  # None with a fixed budget
     saved_seconds: float | None = None  # seconds saved against plain decoding, negative if lost; None if not measured
     verify_rows: int = 0  # rows of the target's forward: prompt tokens, roots and nodes
+    discarded_tokens: int = 0  # tokens of sequences that had ended before the step, unknown when it was launched
     drafted_blocks: int = 0  # blocks that the drafter's network generated
     memory: MemoryCounts | None = None  # counts since the start; None if the drafter keeps no past answers
     # The remaining fields are set in few steps only, because reading them waits for the device.

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from drafters.readback import Arriving, arriving
 from kernels import ops
 from kernels.graph_runner import Capture
 from kernels.recurrence import StateRows
@@ -85,6 +86,10 @@ class Target:
         output = self._computed(rows, logit_rows, table, features)
         logits, more = output.logits.split([rows.logit_rows.shape[0], scored.shape[0]])
         return replace(output, logits=logits, scored=more)
+
+    def arriving(self, values: Tensor) -> Arriving:
+        """Begin to copy values to the host; the result waits for them. # values [...]"""
+        return arriving(values)
 
     def never_choose(self, ids: Sequence[int]) -> None:
         """Set the logits of these ids to -inf from now on; for ids in the model's vocabulary that are no tokens. Must

@@ -241,6 +241,7 @@ def step_table(budget_reasons: tuple[str, ...]) -> Table[StepStats]:
     return (
         Counter("engine_steps", "Engine steps.", lambda s: 1),
         Counter("preemptions", "Sequences preempted for want of slots.", lambda s: s.preemptions),
+        Counter("discarded_tokens", "Tokens computed for answers that had ended.", lambda s: s.discarded_tokens),
         Counter(
             "step_seconds{phase}",
             "Time spent in engine steps.",

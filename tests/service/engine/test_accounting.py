@@ -3,7 +3,6 @@
 from time import perf_counter
 from types import SimpleNamespace
 from typing import Any, cast
-from unittest.mock import Mock
 
 import pytest
 
@@ -73,8 +72,6 @@ def test_rows_of_a_forward_are_those_that_ran() -> None:
     batch = step(OneSequence(), OneSequence(), reading=OneSequence())
     budget = budget_of(load_of(2, prompt_rows=7), (3, 0, 0), node_rows=(7, 7, 0))
     books = StepAccounting(NoDrafter(), perf_counter)
-    sent = SentStep(
-        batch, budget, committed=Mock(), clock=books.start_step(idle=False), sent=[], gaps=(), preemptions=0
-    )
+    sent = SentStep(batch, budget, clock=books.start_step(idle=False), sent=[], gaps=(), preemptions=0)
     stats, _ = books.end_step(sent, [1, 0])
     assert (stats.prompt_tokens, stats.drafted_nodes, stats.verify_rows) == (7, 3, 1 + 1 + 7 + 14)

@@ -17,8 +17,9 @@ from service.engine.budget import Budget, CostBudget, DraftBudget, FixedBudget, 
 from service.engine.costs import FREE, CostTable
 from service.engine.drafting import DraftStage
 from service.engine.requests import SamplingParams, Scope, SpeculationParams
+from service.engine.rows import Scheduled
 from service.engine.sampling import SamplingState
-from service.engine.scheduler import Scheduled, StepBatch
+from service.engine.scheduler import StepBatch
 from service.engine.sequence import Sequence
 from service.engine.stats import StepStats
 from tests.service.engine.harness import greedy, request, step_stats
@@ -33,6 +34,7 @@ class Recorder:
     """Proposes the same six-node path to everyone and keeps what it was given."""
 
     name, sources, tap_layers, reads_prompts, wants_scores, ready = "recorder", ("recorder",), (), False, False, True
+    needs_roots = False
 
     def __init__(self) -> None:
         self.started: list[DraftContext] = []
@@ -217,8 +219,8 @@ def watched() -> tuple[DraftStage, Recorder, Watcher]:
 
 def test_the_policy_is_given_the_load_and_what_became_of_it() -> None:
     stage, _, watcher = watched()
-    tree, budget = draft(stage, batch_of(decoding(0), decoding(1), reading=1), 100)
-    stage.learn(budget, committed(tree, 1), stats := step_stats(nodes=4, accepted=2))
+    _, budget = draft(stage, batch_of(decoding(0), decoding(1), reading=1), 100)
+    stage.learn(budget, stats := step_stats(nodes=4, accepted=2))
     assert (stats.predicted_verify_seconds, stats.survival_error) == (7.0, None)
     assert (stats.drafted_blocks, stats.rank_predicted, stats.rank_right) == (2, {}, {})
     assert stats.memory == MemoryCounts(reserved_bytes=2)
@@ -235,7 +237,7 @@ def test_a_suspended_policy_asks_no_drafter() -> None:
     watcher.reason = "suspended"
     tree, budget = draft(stage, batch_of(decoding(0), reading=1), 100)
     assert (tree.num_nodes.tolist(), budget.reason, recorder.asked) == ([0, 0], "suspended", [])
-    stage.learn(budget, committed(tree, 0), step_stats())
+    stage.learn(budget, step_stats())
     assert (watcher.outcomes[0][0].drafted, budget.followed) == (False, False)
 
 
@@ -253,7 +255,8 @@ def test_survival_is_corrected_by_what_became_of_trees() -> None:
     stage, _, _ = watched()
     for _ in range(64):
         tree, budget = draft(stage, batch_of(decoding(0)), 100)
-        stage.learn(budget, committed(tree, 0), stats := step_stats(nodes=2))
+        stage.observe(committed(tree, 0), budget)
+        stage.learn(budget, stats := step_stats(nodes=2))
     assert tree.survival[0, 0] < 0.2  # 0.9 claimed, never right
     assert stats.survival_error is not None
     assert stats.survival_error > 0
@@ -264,7 +267,8 @@ def test_a_new_version_of_the_drafter_gets_another_chance() -> None:
     stage, recorder, watcher = watched()
     for _ in range(64):
         tree, budget = draft(stage, batch_of(decoding(0)), 100)
-        stage.learn(budget, committed(tree, 0), step_stats(nodes=2))
+        stage.observe(committed(tree, 0), budget)
+        stage.learn(budget, step_stats(nodes=2))
     before = float(tree.survival[0, 0])
     recorder.version = 1
     tree, _ = draft(stage, batch_of(decoding(0)), 100)

@@ -185,7 +185,7 @@ def run(engine: Engine, requests: Sequence[GenerationRequest]) -> dict[tuple[str
 
 def plant_at_start(engine: Engine, request: GenerationRequest, plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
     """Plant a failure in a request's sequence once it has begun."""
-    begin = engine.scheduler._on_start
+    begin, stop = engine.scheduler._hooks
 
     def planted(sequence: Running) -> bool:
         began = begin(sequence)
@@ -193,7 +193,7 @@ def plant_at_start(engine: Engine, request: GenerationRequest, plant: Plant, mon
             plant(engine, sequence, monkeypatch)
         return began
 
-    monkeypatch.setattr(engine.scheduler, "_on_start", planted)
+    monkeypatch.setattr(engine.scheduler, "_hooks", (planted, stop))
 
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
@@ -280,9 +280,8 @@ STAGES: tuple[tuple[Callable[[Engine], object], str], ...] = (
     (lambda engine: engine.drafter, "start"),
     (lambda engine: engine.drafter, "grow"),
     (lambda engine: engine.target, "forward"),
-    (lambda engine: engine._verify_stage, "verify"),
+    (lambda engine: engine._launcher._verify_stage, "verify"),
     (lambda engine: engine.drafter, "commit"),
-    (lambda engine: engine._draft_stage, "count_nodes"),
 )
 
 

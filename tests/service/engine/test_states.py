@@ -25,7 +25,7 @@ from service.engine.measuring import check
 from service.engine.memory_planner import room_for
 from service.engine.prefix_cache import PrefixCache
 from service.engine.requests import GenerationRequest
-from service.engine.scheduler import Scheduled
+from service.engine.rows import Scheduled
 from service.engine.states import StateRoom, StateShape
 from service.errors import StartupError
 from tests.conformance.checkpoints import CHECKPOINTS, Checkpoint, made, save
@@ -260,7 +260,7 @@ def conversation(choose: random.Random, turns: int) -> list[tuple[list[int], int
 def test_nodes_of_a_step_have_room_for_their_inputs() -> None:
     engine, _ = engine_of()
     ask(engine, request("one", [3, 4, 5], greedy(4)))
-    budget = engine._next_batch()[0].budget
+    budget = engine._next_batch(ahead=False).budget
     assert budget is not None
     assert budget.load.free_slots == 3 * LIMITS.max_budget
 
