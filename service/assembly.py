@@ -235,10 +235,8 @@ def _draft_model(
     if "model" not in drafter_needs(drafter_name):
         return None
     name, length = str(config.drafter_path), limits.max_model_len
-    settings = config.model_copy(
-        update={"model": name, "drafter": "none", "drafter_path": None, "max_model_len": length}
-    )
-    found = load_target(settings, loaded.model.device)
+    other = {"model": name, "drafter": "none", "drafter_path": None, "max_model_len": length}
+    found = load_target(config.model_copy(update=other), loaded.model.device)
     return draft_model_of(found, loaded, name=name, max_model_len=limits.max_model_len)
 
 
@@ -397,4 +395,5 @@ def limits_of(config: ServiceConfig, model_positions: int) -> EngineLimits:
             has_keys=bool(config.api_keys),
         ),
         pace_seconds=config.pace_seconds,
+        steps_ahead={"on": 1, "off": 0}.get(config.async_scheduling, int(device_of(config.device).type == "cuda")),
     )

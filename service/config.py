@@ -5,6 +5,7 @@ import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from ipaddress import ip_address
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -80,9 +81,9 @@ def _origins(values: tuple[str, ...]) -> tuple[str, ...]:
     return values
 
 
-def _word_for_switch(value: object) -> object:
+def _word_for_switch(value: object, on: str = "shared") -> object:
     """Map booleans to words, because YAML reads `on` and `off` as booleans."""
-    return {False: "off", True: "shared"}[value] if isinstance(value, bool) else value
+    return {False: "off", True: on}[value] if isinstance(value, bool) else value
 
 
 def is_loopback(host: str) -> bool:
@@ -163,6 +164,13 @@ class ServiceConfig(BaseModel):
         "Maximum number of prompt tokens per step. Smaller: smoother streams. Larger: prompts are read sooner.",
         ge=1,
         le=8192,
+    )
+    async_scheduling: Annotated[Literal["auto", "on", "off"], BeforeValidator(partial(_word_for_switch, on="on"))] = (
+        _setting(
+            "auto",
+            "Launch each step before the tokens of the one before are read, so that the device need not wait for the "
+            "host; it changes no text. auto: on a GPU.",
+        )
     )
     prefix_cache: Annotated[Literal["shared", "per_client", "off"], BeforeValidator(_word_for_switch)] = _setting(
         "shared",

@@ -218,7 +218,8 @@ def check(
     refuse_too_long(prompts, answer_tokens, assembly.limits.max_model_len, "the lossless check")
     assembly = replace(assembly, costs=assembly.costs or Costs(measure_costs(assembly.target, assembly.limits), FREE))
     grammar = assembly.grammars.compile("json_schema", json.loads(_SCHEMA.read_text(encoding="utf-8")))
-    bench = _Bench(assembly, prompts, answer_tokens, seed, grammar, plain_engine(assembly))
+    plain = plain_engine(assembly, replace(assembly.limits, steps_ahead=0))
+    bench = _Bench(assembly, prompts, answer_tokens, seed, grammar, plain)
     upcoming = itertools.cycle(cases or ordered_cases(seed, ways_of(assembly)))
     results: list[tuple[Case, Tally]] = []
     while sum(tally.tokens_compared for _, tally in results) < num_tokens:

@@ -246,7 +246,7 @@ def test_reading_again_emits_no_first_token() -> None:
     comes_back.num_computed, comes_back.first_token_seconds, comes_back.last_emit_seconds = 0, 1.0, 1.0
     batch = StepBatch([Scheduled.of(goes_on, 1), Scheduled.of(comes_back, len(comes_back.tokens))], [])
     assert len(_advance(batch, [2, 0])) == 1, "the first token of one, the next one of the other"
-    assert [one.num_pending for one in (goes_on, comes_back)] == [-1, 11], "what a launch has counted is left out, and what is emitted is yet to be appended"
+    assert [one.num_pending for one in (goes_on, comes_back)] == [-1, 11], "launches count extend rows"
 
 
 def test_abort_frees_everything_before_the_next_step(requests: list[GenerationRequest]) -> None:
