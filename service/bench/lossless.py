@@ -255,11 +255,15 @@ class _Bench:
         requests = [self._request(question, name, case.way) for name, question in enumerate(questions)]
         engine = self._engine(case, questions)
 
+        last = -1
+
         def preempt(step: int) -> None:
-            """Preempt every few steps, in case answers end so soon that slots suffice."""
+            """Preempt every few steps, in case answers end so soon that slots suffice, where no step is in flight."""
+            nonlocal last
             running = engine.scheduler.running
-            if step % _PREEMPT_EVERY == _PREEMPT_EVERY - 1 and len(running) > 1:
+            if step - last >= _PREEMPT_EVERY and len(running) > 1 and not running[-1].steps_in_flight:
                 engine.scheduler.preempt(running[-1])
+                last = step
 
         scarce = case.company == "short of slots"
         run = generate(engine, requests, before_step=preempt if scarce else lambda step: None)

@@ -169,6 +169,7 @@ class Scheduler:
 
     def preempt(self, sequence: Sequence) -> None:
         """Move a running sequence back to its place in the queue."""
+        assert not sequence.steps_in_flight, "a launched step chooses its next token"
         self._service.settle(sequence)
         self._stop(sequence)
         self._free(sequence)
