@@ -16,7 +16,7 @@ from drafters.protocol import Committed, DraftContext, Drafter, DraftingSizes, N
 from drafters.readback import Observe
 from drafters.tree import MAX_DEPTH, Candidates, DraftTree
 from kernels import ops
-from kernels.graph_runner import by_batch, send_lines
+from kernels.graph_runner import by_batch, send, send_lines
 from kernels.memory import NO_TOKEN, ORDERS, PAST, PREDICTION, TEXT, WAYS, Memory, past_lines
 
 MAX_ANSWER_TOKENS = 8192
@@ -50,6 +50,7 @@ class MemoryDrafter(Drafter):
         self._network = None if network is None else GatedNetwork(network, sizes)
         self._outcomes = readback.readback_of(device)
         self._late = _Late()
+        self._predicted = set[int]()  # rows with a prediction
         most, capture = sizes.max_sequences, sizes.capture
         padding, trees = torch.full((most,), most, device=device), DraftTree.padding(most, sizes.max_nodes, device)
         nothing = padding.new_full((most, MAX_DEPTH + 1), NO_TOKEN), torch.zeros_like(padding)
@@ -167,7 +168,7 @@ class MemoryDrafter(Drafter):
         self._late.known |= {row: len(self._late.texts[row]) for row in late}
         columns = list(late), [known - 1 for known in late.values()], [len(text) for text in texts]
         rows, self._memory.roots[columns[0]], counts = send_lines(device, *columns)  # noise is that of the positions
-        tokens = torch.tensor([[*text, *[NO_TOKEN] * (longest - len(text))] for text in texts], device=device)
+        tokens = torch.stack(send_lines(device, *([*text, *[NO_TOKEN] * (longest - len(text))] for text in texts)))
         sums = self._learn((rows, tokens, counts, DraftTree.empty(len(late), device), torch.zeros_like(rows)[:, None]))
         self._outcomes.read(self.past.with_usage(sums), lambda outcome: self._count(None, (0, 0, *outcome[2:])))
 
@@ -178,7 +179,10 @@ class MemoryDrafter(Drafter):
             self.past.end(row)
         if self.network is not None:
             self.network.finish(rows)
-        predicted: list[int] = self._memory.predicted[list(rows)].tolist()  # planned transfer
+        if self._predicted.isdisjoint(rows):
+            return [0] * len(rows)
+        self._predicted.difference_update(rows)
+        predicted: list[int] = self._memory.predicted[list(rows)].tolist()  # planned transfer: with a prediction
         return predicted
 
     def forget(self, scope: str | None = None) -> None:
@@ -192,7 +196,7 @@ class MemoryDrafter(Drafter):
         share = self.past.take(row, scope, stores=True)
         if share is None:
             return
-        memory.parts[row] = torch.tensor([[0, 0], [0, 0], self._part_of(share)])
+        memory.parts[row] = torch.stack(send_lines(memory.entries.device, (0, 0), (0, 0), self._part_of(share)))
         memory.tails[row] = NO_TOKEN
         first = len(tokens) - num_new
         self._add_text(row, TEXT, tokens[:first])
@@ -214,12 +218,15 @@ class MemoryDrafter(Drafter):
         """Assign a row its parts of the table, and add prompt, prediction and the answer so far to them."""
         memory, row, own = self._memory, context.row, self._own_buckets
         self._late.texts[row] = context.tokens
+        if context.prediction:
+            self._predicted.add(row)
         self._late.known.pop(row, None)
         first = self._first_own + 2 * row * own
         num_predicted = own if context.prediction else 0
         memory.entries[first : first + own + num_predicted] = 0
         share = self.past.begin(context)
-        memory.parts[row] = torch.tensor([[first, own], [first + own, num_predicted], self._part_of(share)])
+        parts = (first, own), (first + own, num_predicted), self._part_of(share)
+        memory.parts[row] = torch.stack(send_lines(memory.entries.device, *parts))
         memory.scopes[row] = self._no_share if share is None else share
         memory.tails[row] = NO_TOKEN
         memory.predicted[row] = memory.alone.num_nodes[row] = memory.network.num_nodes[row] = 0
@@ -237,7 +244,7 @@ class MemoryDrafter(Drafter):
     def _add_text(self, row: int, part: int, tokens: Sequence[int]) -> None:
         if tokens:
             device = self._memory.entries.device
-            ops.on(device).add_text(self._memory, row, part, torch.tensor(tokens, device=device))
+            ops.on(device).add_text(self._memory, row, part, send(device, tokens)[0])
 
     def _count(self, observe: Observe | None, outcome: Sequence[float]) -> None:
         """Update counts and credits by `outcome`: sums of `learn_committed`, then the table's usage if it was

@@ -21,6 +21,7 @@ from drafters.protocol import (
     StepTimes,
 )
 from drafters.tree import Candidates
+from kernels.graph_runner import send
 from kernels.lattice import HostSizes, Keys
 from kernels.sample import Filters
 
@@ -87,7 +88,7 @@ class SpecBlockDrafter(Drafter):
         if not positions.shape[0]:
             return
         self._make_room(HostMetadata((read.row,), (read.start,)), ROOM, positions.device)
-        rows = torch.tensor([read.row], device=positions.device)
+        (rows,) = send(positions.device, [read.row])
         counts = torch.full_like(rows, positions.shape[0])
         slots = read.slots[None, kept]
         state.append(rows, positions[:1], counts, slots)
@@ -165,6 +166,6 @@ class SpecBlockDrafter(Drafter):
         while."""
         crowded = self._backlog.crowded(host, ROOM - count)
         if crowded.rows:
-            rows = torch.tensor(crowded.rows, device=device)
+            (rows,) = send(device, crowded.rows)
             waiting = self._grower.state.take(rows, self._backlog.take(crowded))
             self._grower.ingest(rows, waiting)

@@ -3,7 +3,6 @@
 
 from array import array
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -32,7 +31,6 @@ def lay_out_rows(
     ahead: Ahead | None = None,
 ) -> ForwardRows:
     """Same as the reference op; `place` is not used. # slots [rows]; table [table rows, max positions]"""
-    extends = extends if ahead is None else _known(extends, ahead)
     assert table.is_contiguous(), "it is changed in place"
     lines, width, rows = len(extends), tree.width, slots.shape[0]
     sequences, read, completing = array("q"), array("q"), 0
@@ -40,18 +38,15 @@ def lay_out_rows(
         completing += extend.completes
         sequences.extend((extend.table_row, extend.start, len(extend.tokens), extend.completes, count))
         read.extend(extend.tokens)
+    if ahead is not None:
+        known = torch.stack([ahead.sequences, ahead.tokens, ahead.accepted], 1)
+        for index, token, accepted in known.tolist():  # planned transfer: none, it is on the host
+            read[index] = token
+            sequences[index * len(sequences) // lines + 1] += accepted  # its start
     laid_out, written = _rows_of(lines, width, rows, len(read), completing)
     drafted = CStruct(*contiguous(slots, tree.tokens, tree.parents, tree.depths))
     call("lay_out_rows", sequences.tobytes(), lines, read.tobytes(), width, drafted, table, table.shape[1], written)
     return laid_out
-
-
-def _known(extends: Sequence[ExtendRows], ahead: Ahead) -> list[ExtendRows]:
-    """Put newest tokens and positions into the extend rows."""
-    known = list(extends)
-    for index, token, accepted in torch.stack(ahead[:3], 1).tolist():  # planned transfer: none, it is on the host
-        known[index] = replace(known[index], start=known[index].start + accepted, tokens=(token,))
-    return known
 
 
 @kept

@@ -265,7 +265,7 @@ def pace_weights(sequences: Items[Sequence], pace_seconds: float, now: float, de
         due = pace_seconds * max(1, sequence.num_generated)
         return min(_MOST_URGENT, max(1.0, (now - sequence.first_token_seconds) / due))
 
-    return torch.tensor([weight(sequence) for sequence in sequences], device=device)
+    return send_floats(device, [weight(sequence) for sequence in sequences])
 
 
 class _Limits(NamedTuple):

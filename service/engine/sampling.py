@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from kernels import ops
-from kernels.graph_runner import Capture, GraphRunner
+from kernels.graph_runner import Capture, GraphRunner, send, send_floats
 from kernels.sample import OFF, ChosenTokens, Filters, likeliest
 from service.engine.requests import SamplingParams, TokenLogprob
 from service.text.grammars import Grammar
@@ -193,7 +193,7 @@ class SamplingTable:
         return SamplingTable(
             transforms,
             _floats([p.temperature for p in params], device),
-            torch.tensor([signed64(p.seed) for p in params], device=device),
+            send(device, [signed64(p.seed) for p in params])[0],
             filters_of(states),
             constrained,
         )
@@ -299,8 +299,8 @@ def filters_of(states: Sequence[SamplingState]) -> Filters | None:
 def _filters(device: torch.device, *kept: tuple[float, int, float]) -> Filters:
     min_p, top_k, top_p = zip(*kept, strict=True)
     logs = [math.log(least) if least > 0 else OFF for least in min_p]
-    masses = torch.tensor(top_p, dtype=torch.float64, device=device)
-    return Filters(_floats(logs, device), torch.tensor(top_k, device=device), masses)
+    masses = torch.tensor(top_p, dtype=torch.float64, device=device)  # once for these filters
+    return Filters(_floats(logs, device), send(device, top_k)[0], masses)
 
 
 def _padded(rows: Sequence[Sequence[float]], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -309,4 +309,4 @@ def _padded(rows: Sequence[Sequence[float]], dtype: torch.dtype, device: torch.d
 
 
 def _floats(values: Sequence[float], device: torch.device) -> Tensor:
-    return torch.tensor(values, dtype=torch.float32, device=device)
+    return send_floats(device, values)

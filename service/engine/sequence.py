@@ -112,6 +112,7 @@ class Sequence:
     arrival: int = 0  # rank in the order of arrival
     preemptions: int = 0
     has_ended: bool = False  # whether the scheduler has removed it
+    needs_host: bool = False  # whether its next step needs its newest token on the host, or its output more than tokens
     steps_in_flight: int = 0  # launched steps with rows of it whose tokens have not been read
     charged_tokens: float = 0.0  # service already added to its client's counter
     started_seconds: float | None = None
@@ -190,14 +191,6 @@ class Sequence:
         return self.awaits_token and self.num_remaining <= 1
 
     @property
-    def needs_host(self) -> bool:
-        """Whether its next step needs its newest token on the host, or its output what the step computed beside it."""
-        request, params = self.request, self.request.sampling
-        by_token = request.grammar or request.replayed or params.has_penalties
-        shown = params.num_logprobs is not None or request.speculation.trace
-        return bool(by_token or shown or self.num_generated < params.min_tokens)
-
-    @property
     def num_until_end(self) -> int:
         """Number of pending tokens up to the next position after which the prefix cache wants a snapshot, or of all."""
         ends = () if self.lease is None else self.lease.ends
@@ -224,7 +217,10 @@ def new_sequence(request: GenerationRequest, index: int) -> Sequence:
     params, has_grammar = request.sampling, request.grammar is not None
     traffic = traffic_class(params.temperature, has_grammar=has_grammar, is_filtered=drops_tokens(params))
     gain = SequenceGain(traffic, may_draft=request.speculation.enabled and request.speculation.max_budget != 0)
-    return Sequence(request, index, list(request.prompt), len(request.prompt), gain=gain)
+    by_token = has_grammar or params.has_penalties or params.min_tokens > 0 or bool(request.replayed)
+    shows_more = params.num_logprobs is not None or request.speculation.trace
+    prompt, needs_host = list(request.prompt), by_token or shows_more
+    return Sequence(request, index, prompt, len(prompt), gain=gain, needs_host=needs_host)
 
 
 def in_cache(sequence: Sequence, table: SlotTable) -> Running:
