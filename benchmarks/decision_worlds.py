@@ -1,6 +1,7 @@
 """Prices and texts of replays (benchmarks/decisions.py).
 
-Prices. A file is a report of `python -m benchmarks gpu` (gpu-h100.json, gpu-steps-h200.json) or prices-cpu.json:
+Prices. A file is a report of `python -m benchmarks gpu` or prices-cpu.json. Since reports have a section "prices" (by
+sections load), it is taken as it is. Older reports (gpu-h100.json, gpu-steps-h200.json) and the CPU's:
 - Forwards: rows "verify: forward", 1 to 32 rows. Steps of up to 512 rows are captured today (captured.py), which no
   file has: up to there more rows cost what the slope from 16 to 32 rows says. Above, forwards run kernel by kernel and
   cost at least what the 256 rows did that ran so; a start-up measures two such points (here 513 and 2048 rows). With
@@ -25,11 +26,11 @@ Legend: depth = nodes of a chain, points as in service/engine/costs.py.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -42,6 +43,7 @@ LONGEST_PROMPT = 256  # tokens; one chunk, as settings are by default
 TEMPERATURES = (0.0, 1.0)
 _TABLE_ERROR, _DRAFT_ERROR = 0.03, 0.1
 _NOISE, _DRIFT, _DRIFT_STEPS = 0.04, 0.05, 500
+_AXES = "sequences", "context", "rows"
 _TEXT_SD, _TEXT_CLAIM_SD, _STEP_CLAIM_SD = 0.4, 0.3, 0.5
 _ANSWER, _PROMPT, _SHORTEST = 128, 100, 8  # tokens
 _DEPTHS: Mapping[float, FloatArray] = {  # conditional acceptance by depth, the last for all deeper nodes
@@ -95,6 +97,9 @@ DEAR_ROWS = Prices(
 def read_prices(file: Path, *, eager: bool) -> list[Prices]:
     """Read the machines of a file, see the module docstring."""
     content = json.loads(file.read_text())
+    recorded = [row for row in content.get("rows", ()) if row["section"] == "prices"]
+    if any(row["name"] == "forward" for row in recorded):
+        return [_measured(file.stem, recorded)]
     if "verify" in content:
         table = {name: np.array(values, dtype=np.float64) for name, values in content["verify"].items()}
         drafts = {name: np.array(values, dtype=np.float64) for name, values in content["drafts"].items()}
@@ -114,6 +119,38 @@ def read_prices(file: Path, *, eager: bool) -> list[Prices]:
         found.setdefault(row["at"].get("model", ""), {})[place] = row["value"] / 1e3
     machine = file.stem.split("-")[-1]
     return [_of_gpu(f"{machine} {name}", of, eager=eager) for name, of in found.items() if _forwards(of, 256)]
+
+
+def _measured(name: str, rows: Sequence[Mapping[str, Any]]) -> Prices:
+    """Prices as section load of `python -m benchmarks gpu` writes them. Steps with drafts take as long besides forward
+    and drafting as plain ones where none was measured."""
+    points = {axis: np.unique([row["at"][axis] for row in rows if axis in row["at"]]) for axis in _AXES}
+    seconds = np.full([len(points[axis]) for axis in _AXES], np.nan)
+    others = dict[str, dict[int, float]]()
+    for row in rows:
+        if row["name"] == "forward":
+            seconds[*(int(points[axis].searchsorted(row["at"][axis])) for axis in _AXES)] = row["value"] / 1e3
+        else:
+            others.setdefault(row["name"], {})[row["at"]["sequences"]] = row["value"] / 1e3
+    known = ~np.isnan(seconds).all((1, 2))  # drafting and others are measured for other numbers of sequences
+    table = CostTable(
+        sequences=points["sequences"][known].astype(float),
+        contexts=points["context"].astype(float),
+        rows=points["rows"].astype(float),
+        seconds=seconds[known],
+    )
+    curves = {kind: (np.array([*of], float), np.array([*of.values()])) for kind, of in others.items()}
+    batches, drafting = curves["drafting"]
+    plain = curves["other plain"]
+    drafts = DraftCosts(batches=batches, seconds=drafting)
+    return Prices(
+        name=name,
+        verify=table,
+        drafts=drafts,
+        plain_other=plain,
+        drafted_other=curves.get("other drafted", plain),
+        captured=True,
+    )
 
 
 def _forwards(of: Mapping[tuple[str, ...], float], context: int) -> dict[int, float]:

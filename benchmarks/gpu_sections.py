@@ -2,7 +2,7 @@
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import cycle, islice
@@ -10,6 +10,7 @@ from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
 
+import numpy as np
 import torch
 from torch.profiler import ProfilerActivity, profile
 
@@ -80,7 +81,7 @@ class Plan:
     prompts: Path | None = None  # None: the built-in ones
     rows: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 128, 256)
     contexts: tuple[int, ...] = (256, 2048)
-    concurrencies: tuple[int, ...] = (1, 4, 16, 64)
+    concurrencies: tuple[int, ...] = (1, 4, 16, 64, 128)
     repeats: int = 20
     copied_bytes: int = 1 << 30
     steps: int = 64
@@ -302,7 +303,9 @@ def speed_figures(assembly: Assembly, plan: Plan) -> Iterator[Figure]:
 
 
 def load_figures(assembly: Assembly, plan: Plan) -> Iterator[Figure]:
-    """Yield throughput by requests in flight, with the configured budget and without drafts, in turn."""
+    """Yield throughput by requests in flight, with the configured budget and without drafts, in turn, and the prices
+    that budgets are decided by."""
+    yield from _measured_prices(assembly)
     engines = {"plain": plain_engine(assembly), "adaptive": assembly.engine()}
     for concurrency in plan.concurrencies:
         runs: dict[str, list[Run]] = {name: [] for name in engines}
@@ -315,7 +318,33 @@ def load_figures(assembly: Assembly, plan: Plan) -> Iterator[Figure]:
         for name, speed in speeds.items():
             yield Figure("load", name, speed, "tokens/s", at)
         yield Figure("load", "adaptive over plain", speeds["adaptive"] / speeds["plain"], "times", at)
+        for name, mine in runs.items():
+            yield from _outside_of_forwards(name, mine, concurrency)
         yield Figure("exactness", "mismatched tokens", mismatches(runs["plain"], runs["adaptive"]), "tokens", at)
+
+
+def _measured_prices(assembly: Assembly) -> Iterator[Figure]:
+    """Yield what the start measured: seconds of forwards by sequences, context and rows, and of drafting."""
+    if assembly.costs is None:
+        return
+    table, drafts = assembly.costs.verify, assembly.costs.drafts
+    for (i, j, k), seconds in np.ndenumerate(table.seconds):
+        at: At = {"sequences": int(table.sequences[i]), "context": int(table.contexts[j]), "rows": int(table.rows[k])}
+        yield Figure("prices", "forward", 1e3 * seconds, "ms", at)
+    for batch, seconds in zip(drafts.batches, drafts.seconds, strict=True):
+        yield Figure("prices", "drafting", 1e3 * seconds, "ms", {"sequences": int(batch)})
+
+
+def _outside_of_forwards(name: str, runs: Sequence[Run], sequences: int) -> Iterator[Figure]:
+    """Yield what steps of a full batch take besides forward and drafting, plain ones and those with drafts."""
+    full = [step for run in runs for step in run.steps if not step.stats.prompt_tokens]
+    for kind, steps in (
+        ("plain", [step for step in full if not step.stats.drafts]),
+        ("drafted", [step for step in full if step.stats.drafts]),
+    ):
+        if steps and (kind == "drafted") == (name == "adaptive"):
+            other = median(step.seconds - step.stats.verify_seconds - step.stats.draft_seconds for step in steps)
+            yield Figure("prices", f"other {kind}", 1e3 * max(0.0, other), "ms", {"sequences": sequences})
 
 
 def exactness_figures(assembly: Assembly, plan: Plan) -> Iterator[Figure]:

@@ -30,6 +30,28 @@ def test_prices_are_those_of_the_files() -> None:
     assert not cpu.captured
 
 
+def test_prices_of_a_report_are_taken_as_they_are(tmp_path: Path) -> None:
+    forwards = [
+        {
+            "name": "forward",
+            "value": float(sequences + rows),
+            "at": {"sequences": sequences, "context": 64, "rows": rows},
+        }
+        for sequences in (1, 16)
+        for rows in (1, 32)
+    ]
+    others = [
+        {"name": name, "value": value, "at": {"sequences": sequences}}
+        for name, value in (("drafting", 2.0), ("other plain", 3.0))
+        for sequences in (1, 4)
+    ]
+    file = tmp_path / "gpu.json"
+    file.write_text(json.dumps({"rows": [{"section": "prices", **row} for row in (*forwards, *others)]}))
+    (prices,) = read_prices(file, eager=False)
+    assert prices.verify.verify_seconds(np.array([1.0, 32.0]), 64, 16) == pytest.approx([17e-3, 48e-3])
+    assert (prices.drafts.draft_seconds(4), prices.other(1, drafted=True)) == pytest.approx((2e-3, 3e-3))
+
+
 def test_every_contestant_sees_the_same_texts() -> None:
     place = DEAR_ROWS, 2, 0.0, 0
     contestants = (
