@@ -43,7 +43,6 @@ class MemoryDrafter(Drafter):
         self._own_buckets = text_buckets(sizes.max_length)
         self._first_own = shares * buckets
         self._no_share = shares  # row of the learned weights for sequences without a share
-        self._spare_row = rows  # a row that no sequence uses, for answers of other replicas
         total = self._first_own + 2 * rows * self._own_buckets
         self._memory = Memory.empty(rows + 1, total, shares + 1, sizes.max_nodes, device)
         self.past = PastAnswers(self._memory, sizes.memory)
@@ -192,7 +191,7 @@ class MemoryDrafter(Drafter):
     def add_answer(self, scope: str, tokens: Sequence[int], num_new: int) -> None:
         """Add an answer of another replica to the past answers: the last `num_new` of `tokens`; those before are only
         context. Does nothing if the scope gets no share."""
-        memory, row = self._memory, self._spare_row
+        memory, row = self._memory, len(self._memory.parts) - 1  # a row that no sequence uses
         share = self.past.take(row, scope, stores=True)
         if share is None:
             return

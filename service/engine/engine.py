@@ -7,9 +7,7 @@ launched before the tokens of the one before are read (`launch.py`), so that the
 """
 
 import logging
-import time
 from collections.abc import Callable, Mapping
-from collections.abc import Sequence as Items
 from dataclasses import dataclass, field, replace
 from itertools import chain
 
@@ -22,8 +20,8 @@ from kernels.tree_attention import NULL_SLOT
 from service.engine.accounting import LearningHooks, SentStep, StepAccounting, StepClock, finish_stats
 from service.engine.budget import Budget
 from service.engine.drafting import DraftStage
-from service.engine.emit import EmitStage, StepResult, mark_emitted, read_result
-from service.engine.launch import Flight, Launcher
+from service.engine.emit import EmitStage, StepResult, read_result
+from service.engine.launch import Flight, Launcher, count, landed
 from service.engine.requests import GenerationRequest, SamplingParams, SequenceOutput, Submission
 from service.engine.rows import Scheduled, decoding_shapes
 from service.engine.sampling import SamplingState, signed64
@@ -234,7 +232,7 @@ class Engine:
             self._recover(batch, error)
             return None
         for item in batch.items:
-            _count(item.sequence, item.num_rows, 1)
+            count(item.sequence, item.num_rows, 1)
         return flight
 
     def _commit(self, flight: Flight) -> bool:
@@ -243,7 +241,7 @@ class Engine:
             self._launcher.commit(flight)
         except Exception as error:
             for item in flight.batch.items:
-                _count(item.sequence, -item.num_rows, -1)
+                count(item.sequence, -item.num_rows, -1)
                 self.scheduler.release(item.sequence)
             self.slots.free(flight.rows.slots)
             self._recover(flight.batch, error)
@@ -281,7 +279,7 @@ class Engine:
         tokens, failed, tree_sizes = read_result(flight.emitted(), flight.verified.tokens.shape[1])
         self._draft_stage.count_nodes(budget, tree_sizes)
         lengths = [len(chosen) - 1 for chosen in tokens]
-        gaps = _advance(batch, lengths)
+        gaps = landed(batch, lengths)
         self.table.advance(batch.items, lengths, flight.verified.path_rows)
         if rejected := sum(budget.node_rows) - sum(lengths):
             self.slots.free(flight.rejected[:rejected])
@@ -378,23 +376,6 @@ class Engine:
             self._recovery.rejected[sequence] = _failure(request, error)
             return False
         return True
-
-
-def _advance(batch: StepBatch, accepted: Items[int]) -> tuple[float, ...]:
-    """Count the accepted nodes of completing sequences, whose keys and values are computed. Returns the seconds since
-    the last output of each that had one."""
-    lengths = dict(zip(batch.completing, accepted, strict=True))
-    for item in batch.items:
-        _count(item.sequence, lengths.get(item.sequence, 0), -1)
-    now = time.monotonic()
-    gaps = [mark_emitted(sequence, now) for sequence in batch.completing if not sequence.has_ended]
-    return tuple(gap for gap in gaps if gap is not None)
-
-
-def _count(sequence: Sequence, positions: int, steps: int) -> None:
-    """Count positions that are computed, and steps in flight; negative when they no longer are."""
-    sequence.num_computed += positions
-    sequence.steps_in_flight += steps
 
 
 def _failure(request: GenerationRequest, error: Exception) -> Finish:

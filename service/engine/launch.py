@@ -5,6 +5,8 @@ tokens and positions of its sequences are then filled in on the device (`kernels
 out to have ended is computed once more in vain.
 """
 
+import time
+from collections.abc import Sequence as Items
 from dataclasses import dataclass
 
 import torch
@@ -18,10 +20,11 @@ from kernels.settle import Verified
 from service.engine.accounting import StepClock
 from service.engine.budget import DraftBudget
 from service.engine.drafting import DraftStage
-from service.engine.emit import PromptScores
+from service.engine.emit import PromptScores, mark_emitted
 from service.engine.kv_pool import SlotPool, SlotTable
 from service.engine.rows import DecodingShape, RowLayout, committed_of, of_sequences, prompt_reads
 from service.engine.scheduler import StepBatch
+from service.engine.sequence import Sequence
 from service.engine.target import Target, TargetOutput
 from service.engine.verify import VerifyStage
 
@@ -126,3 +129,20 @@ class Launcher:
         places, sources = send_lines(self._target.device, *zip(*pairs, strict=True))
         tokens = verified.bonus[sources].clamp(min=0)  # without a finite score a token may be none
         return Ahead(places, tokens, verified.num_accepted[sources], most=verified.path.shape[1])
+
+
+def landed(batch: StepBatch, accepted: Items[int]) -> tuple[float, ...]:
+    """Count the accepted nodes of completing sequences, whose keys and values are computed. Returns the seconds since
+    the last output of each that had one."""
+    lengths = dict(zip(batch.completing, accepted, strict=True))
+    for item in batch.items:
+        count(item.sequence, lengths.get(item.sequence, 0), -1)
+    now = time.monotonic()
+    gaps = [mark_emitted(sequence, now) for sequence in batch.completing if not sequence.has_ended]
+    return tuple(gap for gap in gaps if gap is not None)
+
+
+def count(sequence: Sequence, positions: int, steps: int) -> None:
+    """Count positions that are computed, and steps in flight; negative when they no longer are."""
+    sequence.num_computed += positions
+    sequence.steps_in_flight += steps

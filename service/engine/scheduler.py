@@ -99,8 +99,7 @@ class Scheduler:
 
     @property
     def fits_ahead(self) -> bool:
-        """Whether the next step can be planned before the tokens of the last one are known: no sequence must be
-        preempted for it."""
+        """Whether the next step needs no preemption, so that it can be planned without the tokens of the last one."""
         decoding = sum(not sequence.is_prefilling for sequence in self.running)
         return not self._must_preempt and max(1, decoding) <= self._room
 

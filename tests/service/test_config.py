@@ -298,7 +298,7 @@ def test_the_flag_names_the_file_before_the_variable_does(tmp_path: Path) -> Non
 
 
 def test_there_are_few_settings() -> None:
-    assert len(SETTINGS) <= 47
+    assert len(SETTINGS) <= 48
 
 
 def test_a_home_folder_is_expanded() -> None:

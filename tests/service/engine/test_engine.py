@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from service.engine.budget import FixedBudget
-from service.engine.engine import Engine, EngineOutput, _advance
+from service.engine.engine import Engine, EngineOutput
+from service.engine.launch import landed
 from service.engine.measuring import check, measure_costs
 from service.engine.requests import GenerationRequest, SamplingParams, SpeculationParams
 from service.engine.rows import Scheduled
@@ -245,7 +246,7 @@ def test_reading_again_emits_no_first_token() -> None:
     goes_on, comes_back = decoding(0), decoding(1)
     comes_back.num_computed, comes_back.first_token_seconds, comes_back.last_emit_seconds = 0, 1.0, 1.0
     batch = StepBatch([Scheduled.of(goes_on, 1), Scheduled.of(comes_back, len(comes_back.tokens))], [])
-    assert len(_advance(batch, [2, 0])) == 1, "the first token of one, the next one of the other"
+    assert len(landed(batch, [2, 0])) == 1, "the first token of one, the next one of the other"
     assert [one.num_pending for one in (goes_on, comes_back)] == [-1, 11], "launches count extend rows"
 
 
