@@ -288,7 +288,8 @@ class Engine:
         for index, sequence in enumerate(batch.completing):
             discarded += len(tokens[index]) if sequence.has_ended else 0
             sent.append([] if sequence.has_ended else self._emit(sequence, index, result))
-            self.scheduler.release(sequence)
+        for item in batch.items:
+            self.scheduler.release(item.sequence)
         preemptions = self.scheduler.take_preemptions()
         books = SentStep(batch, budget, flight.clock, sent, gaps, preemptions, discarded, is_last)
         return EngineOutput(list(chain.from_iterable(sent)), [], None), books

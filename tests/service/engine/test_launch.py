@@ -99,7 +99,8 @@ def test_scarce_slots_and_lengths(texts: list[GenerationRequest], drafter: str, 
 
 def test_aborts_and_arrivals_at_any_time(texts: list[GenerationRequest]) -> None:
     for seed in range(12):
-        rng, limits = random.Random(seed), replace(AHEAD, prefix_cache=bool(seed % 2))
+        rng = random.Random(seed)
+        limits = replace(AHEAD, prefix_cache=bool(seed % 2), prefill_chunk=rng.choice([7, 64]))
         engine = tiny_engine(drafter=rng.choice(DRAFTERS), limits=limits, num_slots=rng.choice([260, 2048]))
         left, gone = list(texts), set[str]()
         results = {(one.request_id, 0): Generated() for one in texts}
@@ -115,6 +116,7 @@ def test_aborts_and_arrivals_at_any_time(texts: list[GenerationRequest]) -> None
             collect(outputs, results)
             engine.assert_conserved()
         assert engine.scheduler.num_available == engine.slots.capacity
+        assert engine.table.num_free_rows == limits.max_sequences
         for one in texts:
             whole = list(one.prediction)
             assert results[one.request_id, 0].tokens == whole or one.request_id in gone
