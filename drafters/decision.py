@@ -37,6 +37,12 @@ _TIME_DRIFT = _TIME_NOISE**2 / 512
 """Drift of a baseline: after 512 steps without an observation it is as uncertain as after its first one."""
 
 
+def bucket_of(num_sequences: int) -> int:
+    """Number of the batch-size bucket, from 1: that of the nearest power of two. The most clients that a server has is
+    often one, and their batch is smaller by one for a step whenever one answer follows another."""
+    return 1 + round(math.log2(max(1, num_sequences)))
+
+
 class GainPosterior:
     """Normal posterior of an action's mean net gain, in plain steps, by a local level model:
 
@@ -195,7 +201,7 @@ class StepDecision:
     action's gain, in plain steps, and of the *baseline*, the time of a step without the action. Accounts in the ledger
     bound the losses.
 
-    Batch-size buckets are powers of two. The gain of a step is a mean over its sequences, so its variance falls with
+    Batch-size buckets: `bucket_of`. The gain of a step is a mean over its sequences, so its variance falls with
     their number. A new bucket starts from the mean gain of a neighbouring one.
     """
 
@@ -211,7 +217,7 @@ class StepDecision:
 
     def gain(self, num_sequences: int, key: Hashable = None) -> GainPosterior:
         """Return the gain posterior for a batch of `num_sequences`; it is created if missing."""
-        size = num_sequences.bit_length()
+        size = bucket_of(num_sequences)
         found = self._gains.get((key, size))
         if found is None:
             near = (self._gains.get((key, other)) for other in (size - 1, size + 1))
@@ -223,7 +229,7 @@ class StepDecision:
 
     def baseline(self, num_sequences: int, key: Hashable = None) -> GainPosterior:
         """Return the baseline posterior for a batch of `num_sequences`; it is created if missing."""
-        place = key, num_sequences.bit_length()
+        place = key, bucket_of(num_sequences)
         if place not in self._baselines:
             mean, sd = self._baseline
             self._baselines[place] = GainPosterior(mean=mean, sd=sd, noise=_TIME_NOISE, drift=_TIME_DRIFT)
@@ -231,7 +237,7 @@ class StepDecision:
 
     def may_gain(self, num_sequences: int, key: Hashable) -> bool | None:
         """Return whether the action may gain for a batch of `num_sequences`, or None if there is no posterior yet."""
-        known = self._gains.get((key, num_sequences.bit_length()))
+        known = self._gains.get((key, bucket_of(num_sequences)))
         return None if known is None else known.may_gain
 
     @staticmethod

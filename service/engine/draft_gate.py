@@ -7,7 +7,7 @@ from math import hypot, sqrt
 from statistics import fmean
 from typing import Any
 
-from drafters.decision import TRIAL_STEPS, GainPosterior, RegretLedger, StepDecision
+from drafters.decision import TRIAL_STEPS, GainPosterior, RegretLedger, StepDecision, bucket_of
 from service.engine.stats import DraftingOutlook
 
 DRAFTING = "drafting"
@@ -71,7 +71,7 @@ class DraftGate:
         badly, so a trial in the middle would underestimate any drafter.
         """
         num_sequences, open_classes = len(sequences), set[str]()
-        size = num_sequences.bit_length()
+        size = bucket_of(num_sequences)
         classes = {one.traffic for one in sequences}
         affordable = {traffic for traffic in classes if self.decision.can_afford(traffic, 1.0, step_seconds)}
         for traffic in classes:
@@ -147,7 +147,7 @@ class DraftGate:
         gains = [self.gain(num_sequences, one.traffic) for one in sequences]
         balance, lost = self.decision.totals()
         return DraftingOutlook(
-            sequences=1 << (num_sequences.bit_length() - 1),
+            sequences=1 << (bucket_of(num_sequences) - 1),
             gain=fmean(gain.mean for gain in gains),
             gain_sd=fmean(gain.sd for gain in gains),
             balance_seconds=balance,
