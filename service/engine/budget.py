@@ -279,10 +279,10 @@ class CostBudget(Budget):
         return "reference" if self.gate.needs_plain_step(load.drafting, load.num_sequences) else "cost"
 
     def _is_known(self, budget: DraftBudget) -> bool:
-        """Whether learning from this plain step is skipped, because its seconds are known well enough: learning takes
-        3 % of a small model's step."""
-        load, alone = budget.load, budget.is_plain and not budget.followed and self._was_plain
-        return alone and load.num_rows == load.num_decoding and self._forwards(load).sd < _PLAIN_SURE
+        """Whether learning from this plain step is skipped, because plain steps are known well enough: learning takes
+        3 % of a small model's step, and more while the outputs of the step before are sent."""
+        alone = budget.is_plain and not budget.followed and self._was_plain
+        return alone and self._forwards(budget.load).sd < _PLAIN_SURE
 
     def _plain_seconds(self, load: StepLoad) -> float:
         """Seconds of a plain step of the decoding sequences alone, without the prompts of the same step."""
@@ -307,10 +307,12 @@ class CostBudget(Budget):
         # A plain step right after one with drafts is not typical: the caches still hold data of that step.
         if self._was_plain and budget.is_plain:
             whole = self._costs.forward_seconds(load.num_rows, load.context, load.num_sequences)
-            # Verify seconds are scaled down to the decoding rows: subtracting the predicted seconds of the prompt rows
-            # would add their whole error.
-            others = stats.seconds - stats.verify_seconds - stats.follow_seconds
-            self._forwards(load).observe(stats.verify_seconds / whole + others / self._forward_seconds(load))
+            forwards, forward = self._forwards(load), self._forward_seconds(load)
+            # Scaled down to the decoding rows: subtracting the predicted seconds of prompts would add their whole
+            # error. Still the noise is that of the whole step, and plain decoding a part of it.
+            expected, plain = whole + (forwards.mean - 1.0) * forward, forwards.mean * forward
+            noise = forwards.noise * expected / plain if load.prefilling else None
+            forwards.observe(forwards.mean * (stats.seconds - stats.follow_seconds) / expected, noise)
 
     def _learn_drafted(self, budget: DraftBudget, stats: StepStats) -> None:
         """Learn the gain of a step with drafts: the plain steps that its accepted tokens save, minus the step's time
@@ -324,7 +326,7 @@ class CostBudget(Budget):
         draft = self._drafts.learn(load.num_drafting, stats.draft_seconds)
         expected = draft + predicted + plain - forward
         seconds = min(draft + stats.verify_seconds + stats.other_seconds, _MOST_TIMES * expected)
-        extra = seconds - prompts - plain
+        extra = seconds * (1.0 - prompts / expected) - plain  # prompts by their share, as in `_learn_plain`
         if any(budget.num_nodes):
             self._brought.observe(sum(stats.accepted_per_sequence) / load.num_drafting)
         drafting, one_step = load.drafting, plain / load.num_decoding  # seconds of a plain step per sequence
