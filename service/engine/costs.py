@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from drafters.decision import bucket_of
 from drafters.files import replace_file
 
 logger = logging.getLogger(__name__)
@@ -171,7 +172,7 @@ _MOST_SURPRISE = 0.5  # cap on the error of one forward, as a natural logarithm,
 
 
 class OnlineCosts:
-    """A cost table corrected while serving, by rows and by batch size in powers of two:
+    """A cost table corrected while serving, by rows and by batch size (`bucket_of`):
 
         log seconds = log table(rows, context, sequences) + drift + curve[sequences](rows)
 
@@ -222,12 +223,12 @@ class OnlineCosts:
             return predicted
         surprise = min(max(math.log(seconds / predicted), -_MOST_SURPRISE), _MOST_SURPRISE)
         # The first forward of a batch-size bucket starts from the correction that was updated last.
-        self._newest = self._corrections.setdefault(sequences.bit_length(), self._correction(sequences))
+        self._newest = self._corrections.setdefault(bucket_of(sequences), self._correction(sequences))
         self._drift += _DRIFT_RATE * surprise * self._newest.correct(rows, surprise)
         return predicted
 
     def _correction(self, sequences: int) -> "_CurveCorrection":
-        return self._corrections.get(sequences.bit_length()) or _CurveCorrection(self._newest.logs)
+        return self._corrections.get(bucket_of(sequences)) or _CurveCorrection(self._newest.logs)
 
 
 class _CurveCorrection:
@@ -276,7 +277,7 @@ _MOST_TIMES = 4.0  # cap on drafting seconds as a multiple of the expected ones,
 
 
 class OnlineDraftCosts:
-    """Moving averages of drafting seconds by batch size in powers of two, starting from the seconds measured at
+    """Moving averages of drafting seconds by batch size (`bucket_of`), starting from the seconds measured at
     start-up."""
 
     def __init__(self, costs: DraftCosts) -> None:
@@ -285,7 +286,7 @@ class OnlineDraftCosts:
 
     def draft_seconds(self, batch: int) -> float:
         """Expected drafting seconds for a batch of this size."""
-        known = self._seconds.get(batch.bit_length())
+        known = self._seconds.get(bucket_of(batch))
         return self._costs.draft_seconds(batch) if known is None else known
 
     def learn(self, batch: int, seconds: float) -> float:
@@ -293,7 +294,7 @@ class OnlineDraftCosts:
         expected ones."""
         expected = self.draft_seconds(batch)
         likely = min(seconds, _MOST_TIMES * expected) if expected > 0 else seconds
-        self._seconds[batch.bit_length()] = expected + _DRAFT_RATE * (likely - expected) if expected > 0 else likely
+        self._seconds[bucket_of(batch)] = expected + _DRAFT_RATE * (likely - expected) if expected > 0 else likely
         return likely
 
 

@@ -24,7 +24,7 @@ class LoadStats:
 class DraftingOutlook:
     """Expected gain of drafting for batches like the last step's, and the state of its ledger accounts."""
 
-    sequences: int  # batch size, rounded down to a power of two
+    sequences: int  # batch size, rounded to a power of two
     gain: float  # expected gain, in plain steps per step
     gain_sd: float  # standard deviation of `gain`
     balance_seconds: float  # balance of drafting's accounts in the ledger
