@@ -339,7 +339,8 @@ class CostBudget(Budget):
         for one, gain in zip(drafting, gains, strict=True):
             self.gate.settle(one.traffic, gain * one_step)
         own_gains = [length - own / one_step for length, own in zip(accepted, own_extra, strict=True)]
-        self.gate.observe(drafting, gains, own_gains, sequences, all_drafted=not load.skipped)
+        noisier = expected / (expected - prompts) if load.prefilling else 1.0
+        self.gate.observe(drafting, gains, own_gains, sequences, all_drafted=not load.skipped, noisier=noisier)
         self.gate.skip(load.skipped, sequences)
         forwards.advance()
 

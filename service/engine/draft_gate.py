@@ -103,11 +103,13 @@ class DraftGate:
         num_sequences: int,
         *,
         all_drafted: bool,
+        noisier: float = 1.0,
     ) -> None:
         """Update the posteriors by a step's gains, in plain steps, one per sequence that drafted in it.
 
         `gains` share the step's extra time equally, for the classes; `own_gains` charge each sequence only the time
-        that leaving it out would have saved. `all_drafted`: whether all decoding sequences of the step drafted.
+        that leaving it out would have saved. `all_drafted`: whether all decoding sequences of the step drafted;
+        `noisier`: noise of these gains, as a multiple of that in a step without prompts.
         """
         for one in sequences:
             one.trial_steps -= one.trial_steps > 0
@@ -118,12 +120,12 @@ class DraftGate:
             of_class = [gain for one, gain in zip(sequences, gains, strict=True) if one.traffic == traffic]
             posterior = self.gain(num_sequences, traffic)
             # The posterior's noise applies to a mean over the whole batch; a mean over fewer sequences is noisier.
-            is_whole = all_drafted and len(classes) == 1
-            noise = None if is_whole else posterior.noise * sqrt(num_sequences / len(of_class))
+            is_usual = all_drafted and len(classes) == 1 and noisier == 1.0
+            noise = None if is_usual else posterior.noise * noisier * sqrt(num_sequences / len(of_class))
             posterior.observe(fmean(of_class), noise)
         for one, gain in zip(sequences, own_gains, strict=True):
             assert one.own is not None
-            one.own.observe(gain)
+            one.own.observe(gain, None if noisier == 1.0 else one.own.noise * noisier)
 
     def skip(self, sequences: Sequence[SequenceGain], num_sequences: int) -> None:
         """Make the posteriors of these sequences less certain, after a step in which they did not draft."""
