@@ -119,7 +119,7 @@ class DraftStage:
             candidates = self._with_known_tokens(batch.decoding, grown)
             return self._pruned(budget, candidates, limits), budget
         if budget.reason in ("suspended", "does_not_pay") and any(
-            s.sampling.grammar or s.replay_tokens for s in batch.decoding
+            s.sampling.grammar or s.request.replayed for s in batch.decoding
         ):
             candidates = self._with_known_tokens(batch.decoding, self._no_trees(budget.load.num_decoding))
             if candidates.width:

@@ -165,8 +165,9 @@ class Sequence:
     def replay_tokens(self) -> Items[int]:
         """Remaining tokens of the earlier answer that a resumed stream replays; empty if the new tokens differ from
         it."""
-        before = self.request.replayed[self.index] if self.request.replayed else ()
-        count = self.num_generated
+        if not self.request.replayed:
+            return ()
+        before, count = self.request.replayed[self.index], self.num_generated
         return before[count:] if len(before) > count and list(before[:count]) == self.tokens[self.num_prompt :] else ()
 
     @property
