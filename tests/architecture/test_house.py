@@ -13,12 +13,12 @@ PRODUCT = modules(*PACKAGES)
 OUTSIDE_KERNELS = modules("service", "adaptation", "drafters")
 
 CODE_LINES = {
-    "product": (PRODUCT, 34_919),
-    BENCHMARKS: (modules(BENCHMARKS), 6_198),
-    "tests": (modules("tests"), 39_985),
+    "product": (PRODUCT, 35_145),
+    BENCHMARKS: (modules(BENCHMARKS), 6_507),
+    "tests": (modules("tests"), 40_205),
 }
 """At most so many lines of code (no blank lines, comments, docstrings) in these files."""
-NUM_FILES = 244
+NUM_FILES = 245
 
 UNDOCUMENTED, WITHOUT_SHAPES = 0.03, 0.05  # of public functions, and of those that take or return tensors
 MODULE_LINES = 400
