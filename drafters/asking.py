@@ -4,6 +4,7 @@ Gains are learned by a `StepDecision` (drafters/decision.py) for each range of e
 the time saved by accepted tokens that nothing else proposed, minus the time that the forwards added to the step."""
 
 from bisect import bisect
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -43,8 +44,8 @@ class Step:
 
 
 class AskGate:
-    """Allows further forwards while they may gain. Calls per step: `begin`, any number of `ask`, then `end` and `timed`
-    in either order.
+    """Allows further forwards while they may gain. Calls per step: `begin`, any number of `ask`, `end`, then `timed`,
+    before or after the next step's `end`. A step in which nothing is asked needs `end` alone.
 
     The baseline, the log seconds of a step without further forwards, is observed in steps that run none. Batches at
     temperature 0 have an account of their own, so that their gains do not pay for losses of sampled batches."""
@@ -53,6 +54,7 @@ class AskGate:
         self._decision = StepDecision(name, ledger, noise=_TOKENS_NOISE, baseline=(0.0, _UNKNOWN_TIME))
         self._paces: dict[str, tuple[float, float]] = {}  # seconds and emitted tokens of recent steps, by account
         self._step = Step()
+        self._ended = deque([self._step], maxlen=2)  # the last two steps
         self._last_seconds = 0.0  # seconds of the last step; 0 before the first
         self.on_weights_changed: Callable[[], None] = self._decision.widen
 
@@ -88,11 +90,13 @@ class AskGate:
     def end(self) -> Observe | None:
         """End the step. Returns a callback for the outcome of its trees: the accepted tokens that nothing else
         proposed, and the emitted tokens. Returns None if no further forward ran."""
-        return partial(self._observe, self._step) if self._step.asked else None
+        step, self._step = self._step, Step(self._step.batch, self._step.account)
+        self._ended.append(step)
+        return partial(self._observe, step) if step.asked else None
 
     def timed(self, times: StepTimes, *, followed: bool = True) -> None:
-        """Record the times of the step. `followed`: whether its `follow_seconds` were spent because of this gate."""
-        step, self._step = self._step, Step(self._step.batch, self._step.account)
+        """Record the times of a step. `followed`: whether its `follow_seconds` were spent because of this gate."""
+        step = self._ended[0 if times.is_passed else -1]
         if times.reads_prompts:
             if followed:
                 self._decision.settle(step.account, -times.follow_seconds, self._last_seconds)
@@ -193,7 +197,6 @@ class GatedNetwork:
         self._gate = AskGate(drafter.name, sizes.ledger)
         self._survivals = readback.readback_of(sizes.device)
         self._expected = 0.0  # expected accepted tokens per sequence of the last memory tree that was read back
-        self._ran = False  # whether the network ran in this step
         self._follows = True  # whether the network reads the running sequences
 
     def start(self, contexts: Sequence[DraftContext]) -> None:
@@ -215,13 +218,12 @@ class GatedNetwork:
         batch = rows.shape[0]
         self._gate.begin(batch, warm=noise.warm)
         self._survivals.read(survival, self._observe_expected)
-        self._ran = self._gate.ask(self._expected, can_answer=self._follows)
-        return self.drafter.grow(rows, noise) if self._ran else None
+        runs = self._gate.ask(self._expected, can_answer=self._follows)
+        return self.drafter.grow(rows, noise) if runs else None
 
     def end_step(self) -> Observe | None:
         """End the step, before `commit`. Returns the callback for `credit`, or None if the network did not run."""
-        observe, self._ran = self._gate.end() if self._ran else None, False
-        return observe
+        return self._gate.end()
 
     def commit(self, committed: Committed) -> None:
         """Pass a step's committed tokens to the network."""

@@ -77,7 +77,8 @@ class RankCalibration:
 
     def forget(self, rows: Sequence[int]) -> None:
         """Drop the trees kept for these rows, so that the next committed tokens are not compared with them."""
-        self.proposed.depths[list(rows)] = 0
+        for row in rows:  # lists as indices would make the host wait
+            self.proposed.depths[row] = 0
 
     @property
     def rates(self) -> Tensor:

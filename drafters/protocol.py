@@ -107,6 +107,7 @@ class StepTimes:
     seconds: float  # of the whole step
     follow_seconds: float  # of the drafter's `read` and `commit` in it
     reads_prompts: bool  # whether the step read prompts
+    is_passed: bool = False  # whether another step has been committed since
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,10 +226,11 @@ class Drafter(Protocol):
 
     def commit(self, committed: Committed) -> None:
         """Append the committed tokens to the drafter's state, and learn from the accepted ones. Called in each step,
-        even if the step or a row had no tree."""
+        even if the step or a row had no tree. Rows that were finished since `grow` are left out, perhaps all."""
 
     def timed(self, times: StepTimes) -> None:
-        """Record the times of the last committed step. Not called for steps outside of serving, such as warm-up."""
+        """Record the times of the last committed step, or of the one before (`StepTimes.is_passed`). Not called for
+        steps outside of serving, such as warm-up."""
         return
 
     def finish(self, rows: Sequence[int]) -> list[int]:

@@ -113,8 +113,8 @@ class LanguageModelDrafter(Drafter):
     @torch.inference_mode()
     def commit(self, committed: Committed) -> None:
         self._table.commit(committed)
-        if self._has_grown:
-            self._gates.end(self._calibration.learn(committed.rows, committed.tokens, committed.counts))
+        known = committed.rows, committed.tokens, committed.counts
+        self._gates.end(self._calibration.learn(*known) if self._has_grown else None)
         self._has_grown = False
 
     def timed(self, times: StepTimes) -> None:

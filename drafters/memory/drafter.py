@@ -129,6 +129,7 @@ class MemoryDrafter(Drafter):
 
     def commit(self, committed: Committed) -> None:
         network, target_tokens = self._network, committed.result.target_tokens
+        observe = None if network is None else network.end_step()
         records = network is not None and self.wants_scores
         late = not (committed.follow or self._late.has_grown or committed.tree.width or records)
         if late and committed.host is not None:  # a suspended memory leaves the token of each row to `_catch_up`
@@ -140,7 +141,6 @@ class MemoryDrafter(Drafter):
             self._late.known.clear()
             if records:
                 committed = self._with_past(committed)
-            observe = None if network is None else network.end_step()
             counts = self._learn((committed.rows, committed.tokens, committed.counts, committed.tree, target_tokens))
             self._outcomes.read(self.past.with_usage(counts), partial(self._count, observe))
             self._late.has_grown = False
@@ -166,7 +166,8 @@ class MemoryDrafter(Drafter):
         longest = max(map(len, texts))
         self._late.known |= {row: len(self._late.texts[row]) for row in late}
         columns = list(late), [known - 1 for known in late.values()], [len(text) for text in texts]
-        rows, self._memory.roots[columns[0]], counts = send_lines(device, *columns)  # noise is that of the positions
+        rows, roots, counts = send_lines(device, *columns)
+        self._memory.roots[rows] = roots  # noise is that of the positions
         tokens = torch.stack(send_lines(device, *([*text, *[NO_TOKEN] * (longest - len(text))] for text in texts)))
         sums = self._learn((rows, tokens, counts, DraftTree.empty(len(late), device), torch.zeros_like(rows)[:, None]))
         self._outcomes.read(self.past.with_usage(sums), lambda outcome: self._count(None, (0, 0, *outcome[2:])))
@@ -181,7 +182,7 @@ class MemoryDrafter(Drafter):
         if self._predicted.isdisjoint(rows):
             return [0] * len(rows)
         self._predicted.difference_update(rows)
-        predicted: list[int] = self._memory.predicted[list(rows)].tolist()  # planned transfer: with a prediction
+        predicted: list[int] = self._memory.predicted[list(rows)].tolist()  # planned transfer: with predictions
         return predicted
 
     def forget(self, scope: str | None = None) -> None:

@@ -112,6 +112,7 @@ class SpecBlockDrafter(Drafter):
         has_grown, self._has_grown = self._has_grown, False
         self._weights.record("commit", lambda recorder: recorder.commit(committed, grown=has_grown))
         if not self.ready:
+            self._gates.end(None)
             return
         host = committed.host
         if committed.follow or has_grown or committed.tree.width or host is None or not self._slots:
@@ -119,6 +120,7 @@ class SpecBlockDrafter(Drafter):
             return
         for row, root in zip(host.rows, host.roots, strict=True):  # marked later: a suspended drafter costs little
             self._never_run.setdefault(row, [root, root])[1] = root
+        self._gates.end(None)
 
     @torch.inference_mode()
     def _update(self, committed: Committed, *, has_grown: bool) -> Tensor | None:

@@ -88,7 +88,8 @@ class EntryState:
     def start(self, rows: list[int]) -> None:
         """Start sequences in these rows, without entries."""
         tables = self.tables
-        tables.known[rows] = tables.ends[rows] = tables.waiting[rows] = 0
+        for row in rows:  # lists as indices would make the host wait
+            tables.known[row] = tables.ends[row] = tables.waiting[row] = 0
 
     def adopt(self, row: int, slots: Tensor) -> None:
         """Start a row with the entries of a cached prefix, without positions that the drafter never ran.

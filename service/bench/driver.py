@@ -142,6 +142,8 @@ class Drive:
             tokens = self._step(start)
             if is_steady:
                 self._steady = Span(self._steady.seconds + self._seconds - before, self._steady.tokens + tokens)
+        while self.is_over and not self.engine.idle:  # a step of ended sequences may be in flight
+            self.engine.step()
 
     def result(self) -> Run:
         """Return the answers and steps so far."""

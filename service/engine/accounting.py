@@ -13,7 +13,6 @@ from drafters.feedback import Query
 from drafters.protocol import Drafter
 from drafters.readback import Clock, Timestamp
 from service.engine.budget import DraftBudget
-from service.engine.emit import tokens_of
 from service.engine.requests import SequenceOutput
 from service.engine.scheduler import StepBatch
 from service.engine.sequence import Sequence
@@ -32,6 +31,7 @@ class SentStep(NamedTuple):
     budget: DraftBudget
     clock: "StepClock"
     sent: list[list[SequenceOutput]]  # outputs by completing sequence; none if it had ended before
+    accepted: list[int]  # accepted nodes of each, of which it kept the tokens; all if it had ended before
     gaps: tuple[float, ...]  # seconds between emissions
     preemptions: int
     discarded: int = 0  # tokens of sequences that had ended before
@@ -124,7 +124,6 @@ class StepAccounting:
         """Do the bookkeeping of a step, each part under a guard of its own; `learn`: `DraftStage.learn`. Returns the
         records of finished sequences, and the record of the step, or None if that part failed."""
         batch, clock = step.batch, step.clock
-        accepted = [max(0, len(tokens_of(of_one)) - 1) for of_one in step.sent]
         self.guard.run(
             "charge",
             lambda: charge(batch, clock.version, step.budget.num_nodes, clock.seconds()),
@@ -133,23 +132,23 @@ class StepAccounting:
         sequences = zip(batch.completing, batch.host.rows, step.sent, strict=True)
         going_on = [(sequence, row, outputs[-1]) for sequence, row, outputs in sequences if outputs]
         finished = self.guard.run("end_queries", lambda: self.end_queries(going_on), list[FinishStats])
-        recorded = self.guard.run("end_step", lambda: self.end_step(step, accepted), lambda: None)
+        recorded = self.guard.run("end_step", lambda: self.end_step(step), lambda: None)
         self._num_plain = max(0, self._num_plain - 1)
         if recorded is None:
             self._leave_unlearnt()
             return finished, None
         stats, undisturbed = recorded
-        self.guard.run("learn", partial(learn, step.budget, stats, timed=undisturbed), self._leave_unlearnt)
+        how = {"timed": undisturbed, "is_passed": not step.is_last}
+        self.guard.run("learn", partial(learn, step.budget, stats, **how), self._leave_unlearnt)
         return finished, stats
 
     def _leave_unlearnt(self) -> None:
         """Forbid drafts in the coming steps, because this step's loss was not entered in the ledger."""
         self._num_plain = _PLAIN_STEPS if self._ledger is not None else 0
 
-    def end_step(self, step: SentStep, accepted: Items[int]) -> tuple[StepStats, bool]:
-        """Record a step; `accepted`: accepted lengths by completing sequence. Returns its record, and whether it ran
-        without training at the same time."""
-        budget, clock = step.budget, step.clock
+    def end_step(self, step: SentStep) -> tuple[StepStats, bool]:
+        """Record a step. Returns its record, and whether it ran without training at the same time."""
+        budget, clock, accepted = step.budget, step.clock, step.accepted
         if step.is_last:
             clock.lap("other")
         per_draft = tuple(count for count, nodes in zip(accepted, budget.num_nodes, strict=False) if nodes)

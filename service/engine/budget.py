@@ -29,12 +29,12 @@ Reasons (`REASONS`), with the function that decides on each:
 
 - "cost", "fixed": the drafter ran, by the budget of that kind; "fixed" also if the configured number is 0 (`decide`).
 - "no_candidates": no request wants drafts (`StepLoad.obstacle`); or a failed step is repeated, or losses cannot be
-  entered in the ledger (`DraftStage.draft`); or the drafter proposed nothing (`DraftStage.with_node_counts`).
+  entered in the ledger (`DraftStage.draft`); or the drafter proposed nothing (`DraftStage.count_nodes`).
 - "slots": the smallest tree does not fit (`StepLoad.obstacle`), or a fixed budget was cut (`DraftStage._pruned`).
 - "suspended": no sequence drafts (`DraftGate.choose`); "forced": the same, but known tokens of grammars or of resumed
   streams are verified without the drafter (`DraftStage.draft`).
 - "reference": a plain step that measures the baseline of gains (`DraftGate.needs_plain_step`).
-- "does_not_pay": the drafter ran, and no node was worth verifying (`DraftStage.with_node_counts`); or captured trees
+- "does_not_pay": the drafter ran, and no node was worth verifying (`DraftStage.count_nodes`); or captured trees
   of the least width cannot pay (`CostBudget._widest`).
 """
 

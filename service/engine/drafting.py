@@ -146,13 +146,15 @@ class DraftStage:
         if committed.tree.width:
             self._pruning.learn(committed.tokens[:count], committed.counts[:count])
 
-    def learn(self, budget: DraftBudget, stats: StepStats, *, timed: bool = True) -> None:
+    def learn(self, budget: DraftBudget, stats: StepStats, *, timed: bool = True, is_passed: bool = False) -> None:
         """Let drafter and policy learn from the step, and add their figures and the calibration's to its record.
-        `timed`: whether the step's seconds can be learnt from, because no training ran at the same time."""
+        `timed`: whether the step's seconds can be learnt from, because no training ran at the same time; `is_passed`:
+        whether another step has been committed since."""
         load = budget.load
         if timed:
             reads_prompts = load.num_rows != load.num_decoding
-            self.drafter.timed(StepTimes(stats.seconds, stats.follow_seconds, reads_prompts=reads_prompts))
+            times = StepTimes(stats.seconds, stats.follow_seconds, reads_prompts=reads_prompts, is_passed=is_passed)
+            self.drafter.timed(times)
             stats.predicted_verify_seconds = self.policy.learn(budget, stats)
         if self._num_learnt % _OUTLOOK_EVERY == 0:
             stats.drafting = self.policy.outlook(load)

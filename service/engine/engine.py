@@ -20,8 +20,8 @@ from kernels.tree_attention import NULL_SLOT
 from service.engine.accounting import LearningHooks, SentStep, StepAccounting, StepClock, finish_stats
 from service.engine.budget import Budget
 from service.engine.drafting import DraftStage
-from service.engine.emit import EmitStage, StepResult, read_result
-from service.engine.launch import Flight, Launcher, count, landed
+from service.engine.emit import EmitStage, StepResult, read_result, tokens_of
+from service.engine.launch import Flight, Launcher, count_rows, landed
 from service.engine.requests import GenerationRequest, SamplingParams, SequenceOutput, Submission
 from service.engine.rows import Scheduled, decoding_shapes
 from service.engine.sampling import SamplingState, signed64
@@ -210,8 +210,10 @@ class Engine:
             if not self._launcher.runs_ahead:
                 return self._settle(launched)
             self._flight = launched
+        if settled is not None:
+            return settled
         ended, self._recovery.ended = self._recovery.ended, _NOTHING
-        return settled or (ended, None)
+        return ended, None
 
     def _may_pass(self, flight: Flight) -> bool:
         """Whether a step can be launched before this one's tokens are known."""
@@ -220,7 +222,8 @@ class Engine:
     def _launch(self, before: Flight | None) -> Flight | None:
         """Launch the next step. Returns None if there is nothing to do, or if that raised; then it is repeated."""
         clock = self._accounting.start_step(idle=self.idle)
-        self._claim_slots()
+        if self.target.pool.use(self, self.slots.owned):
+            self._forget_slots(before)
         batch = self._next_batch(ahead=before is not None)
         if not batch.items:
             return None
@@ -232,7 +235,7 @@ class Engine:
             self._recover(batch, error)
             return None
         for item in batch.items:
-            count(item.sequence, item.num_rows, 1)
+            count_rows(item.sequence, item.num_rows, 1)
         return flight
 
     def _commit(self, flight: Flight) -> bool:
@@ -241,7 +244,7 @@ class Engine:
             self._launcher.commit(flight)
         except Exception as error:
             for item in flight.batch.items:
-                count(item.sequence, -item.num_rows, -1)
+                count_rows(item.sequence, -item.num_rows, -1)
                 self.scheduler.release(item.sequence)
             self.slots.free(flight.rows.slots)
             self._recover(flight.batch, error)
@@ -253,13 +256,13 @@ class Engine:
         self.drafter.forget(scope)
         self._accounting.forgot(scope)
 
-    def _claim_slots(self) -> None:
-        """Forget cached prefixes if another engine has written to these slots since the last step."""
-        if self.target.pool.use(self, self.slots.owned):
-            assert not self.scheduler.running, "another engine has used the slots of running sequences"
-            self.scheduler.forget_prefixes()
-            if self.slots.windows is not None:
-                self.slots.windows.places.reset()  # the other engine has changed which slots have them
+    def _forget_slots(self, before: Flight | None) -> None:
+        """Forget cached prefixes, because another engine has written to these slots since the last step."""
+        assert not self.scheduler.running, "another engine has used the slots of running sequences"
+        assert before is None, "another engine has used slots while a step was in flight: step until idle"
+        self.scheduler.forget_prefixes()
+        if self.slots.windows is not None:
+            self.slots.windows.places.reset()  # the other engine has changed which slots have them
 
     def _next_batch(self, *, ahead: bool) -> StepBatch:
         """Return the next part of a failed step, which has no drafts, or else a new batch. `ahead`: whether the tokens
@@ -284,14 +287,18 @@ class Engine:
         if rejected := sum(budget.node_rows) - sum(lengths):
             self.slots.free(flight.rejected[:rejected])
         result = StepResult(flight.trees, budget, flight.verified, flight.output.logits, tokens, failed)
-        sent, discarded = list[list[SequenceOutput]](), 0
+        discarded = sum(len(of) for of, one in zip(tokens, batch.completing, strict=True) if one.has_ended)
+        sent = list[list[SequenceOutput]]()
         for index, sequence in enumerate(batch.completing):
-            discarded += len(tokens[index]) if sequence.has_ended else 0
-            sent.append([] if sequence.has_ended else self._emit(sequence, index, result))
+            if not sequence.has_ended:
+                sent.append(self._emit(sequence, index, result))
+                lengths[index] = max(0, len(tokens_of(sent[-1])) - 1)
+            else:
+                sent.append([])
         for item in batch.items:
             self.scheduler.release(item.sequence)
         preemptions = self.scheduler.take_preemptions()
-        books = SentStep(batch, budget, flight.clock, sent, gaps, preemptions, discarded, is_last)
+        books = SentStep(batch, budget, flight.clock, sent, lengths, gaps, preemptions, discarded, is_last)
         return EngineOutput(list(chain.from_iterable(sent)), [], None), books
 
     def _emit(self, sequence: Sequence, index: int, result: StepResult) -> list[SequenceOutput]:

@@ -73,6 +73,8 @@ class Launcher:
         """Launch a step: draft trees, run the target on them and accept nodes. Only slots and the drafter's state
         change, so that a step that raises here can be undone. `before`: the last step, if its tokens are unknown."""
         ahead = None if before is None else self._ahead_of(before, batch)
+        # A drafter that has not followed the last step reads its tokens from the host.
+        drafts = drafts and (before is None or before.budget.followed)
         self._draft_stage.start(batch.started, self._table)
         trees, budget = self._draft_stage.draft(batch, ahead, drafts=drafts)
         clock.lap("draft")
@@ -136,13 +138,13 @@ def landed(batch: StepBatch, accepted: Items[int]) -> tuple[float, ...]:
     the last output of each that had one."""
     lengths = dict(zip(batch.completing, accepted, strict=True))
     for item in batch.items:
-        count(item.sequence, lengths.get(item.sequence, 0), -1)
+        count_rows(item.sequence, lengths.get(item.sequence, 0), -1)
     now = time.monotonic()
     gaps = [mark_emitted(sequence, now) for sequence in batch.completing if not sequence.has_ended]
     return tuple(gap for gap in gaps if gap is not None)
 
 
-def count(sequence: Sequence, positions: int, steps: int) -> None:
+def count_rows(sequence: Sequence, positions: int, steps: int) -> None:
     """Count positions that are computed, and steps in flight; negative when they no longer are."""
     sequence.num_computed += positions
     sequence.steps_in_flight += steps

@@ -3,8 +3,7 @@
 Decoding sequences take part in every step; prompts are computed in chunks in the same steps. The client that was served
 least is admitted first, and its prompts come first. A sequence starts after its cached prefix. When slots run out, the
 cache evicts its least recently used slots, then the cheapest sequence is preempted; its keys and values are recomputed
-later, bit for bit. While other clients decode, prompts are computed at a pace that leaves those clients their share of
-time."""
+later. While other clients decode, prompts are computed at a pace that leaves those clients their share of time."""
 
 import time
 from collections import Counter
@@ -99,9 +98,11 @@ class Scheduler:
 
     @property
     def fits_ahead(self) -> bool:
-        """Whether the next step needs no preemption, so that it can be planned without the tokens of the last one."""
+        """Whether the next step needs no preemption, and no place of a window that the last step may still free, so
+        that it can be planned without the tokens of the last one."""
         decoding = sum(not sequence.is_prefilling for sequence in self.running)
-        return not self._must_preempt and max(1, decoding) <= self._room
+        free = self._room if self._slots.windows is None else self._slots.room - self._pace.most_rows
+        return not self._must_preempt and max(1, decoding) <= free
 
     @property
     def num_available(self) -> int:
@@ -110,7 +111,7 @@ class Scheduler:
 
     @property
     def num_seen(self) -> int:
-        """Number of places that the running sequences' next rows may see in layers with a window."""
+        """Number of places that running sequences' next rows may see in layers with a window."""
         return sum(map(self._seen_of, self.running))
 
     def _seen_of(self, sequence: Sequence, more: int = 0) -> int:
@@ -148,7 +149,6 @@ class Scheduler:
     def remove(self, sequence: Sequence) -> None:
         """Remove a running sequence and free its slots. Does nothing if the sequence does not run."""
         if sequence in self.running:
-            self._service.settle(sequence)
             self._forecast.observe(sequence)
             self._stop(sequence)
             sequence.has_ended = True
@@ -169,7 +169,6 @@ class Scheduler:
     def preempt(self, sequence: Sequence) -> None:
         """Move a running sequence back to its place in the queue."""
         assert not sequence.steps_in_flight, "a launched step chooses its next token"
-        self._service.settle(sequence)
         self._stop(sequence)
         self._free(sequence)
         del sequence.sampling  # rebuilt from its tokens
@@ -230,6 +229,7 @@ class Scheduler:
             self.preempt(victim)
 
     def _stop(self, sequence: Sequence) -> None:
+        self._service.settle(sequence)
         self._hooks[1](sequence)
         self.running.remove(sequence)
         self.queue.release(sequence)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from drafters.tree import MAX_DEPTH, ROOT, DraftTree, path_tokens
 from kernels import ops
-from kernels.graph_runner import Capture, GraphRunner
+from kernels.graph_runner import Capture, GraphRunner, send
 from kernels.rows import ForwardRows
 from kernels.sample import ChosenTokens
 from kernels.settle import Verified
@@ -160,7 +160,7 @@ def _sampling_rows(
     ancestors = rows.attention.ancestors[rows.completing, : trees.width, : trees.width]
     positions = rows.attention.positions[rows.logit_rows]
     depth = positions - rows.attention.extend_end[rows.completing][sequence]
-    generated = torch.tensor([s.num_generated for s in completing], dtype=torch.int64, device=place.device)
+    (generated,) = send(place.device, [s.num_generated for s in completing])
     return SamplingRows(
         table=table,
         sequence_idx=sequence,

@@ -149,3 +149,23 @@ def test_other_weights_are_asked_at_once() -> None:
     assert steps.step(0.0) == 0
     steps.gate.on_weights_changed()
     assert steps.step(0.0) == 1
+
+
+def test_times_belong_to_the_step_that_took_them_also_when_another_has_ended_since() -> None:
+    """As `Steps`, each step timed after the next one has ended."""
+    steps, waiting, asked = Steps(), list[float](), 0
+    gate = steps.gate
+    for number in range(600):
+        gate.begin(1, warm=False)
+        answers = gate.ask(0.5)
+        asked += answers
+        observe = gate.end()
+        if observe is not None:
+            observe((0.05, 2.0))  # of two tokens, worth 0.03 of the 0.2 seconds
+        waiting.append(1.0 + 0.2 * answers)
+        if number:
+            gate.timed(StepTimes(waiting.pop(0), 0.0, reads_prompts=False, is_passed=True))
+        steps.ledger.accrue(1.0)
+    alone = Steps()
+    assert abs(asked - sum(alone.play(600, 0.05))) < 60, "neither more nor less than step by step"
+    assert asked < 200

@@ -72,6 +72,6 @@ def test_rows_of_a_forward_are_those_that_ran() -> None:
     batch = step(OneSequence(), OneSequence(), reading=OneSequence())
     budget = budget_of(load_of(2, prompt_rows=7), (3, 0, 0), node_rows=(7, 7, 0))
     books = StepAccounting(NoDrafter(), perf_counter)
-    sent = SentStep(batch, budget, clock=books.start_step(idle=False), sent=[], gaps=(), preemptions=0)
-    stats, _ = books.end_step(sent, [1, 0])
+    sent = SentStep(batch, budget, clock=books.start_step(idle=False), sent=[], accepted=[1, 0], gaps=(), preemptions=0)
+    stats, _ = books.end_step(sent)
     assert (stats.prompt_tokens, stats.drafted_nodes, stats.verify_rows) == (7, 3, 1 + 1 + 7 + 14)

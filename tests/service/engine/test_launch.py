@@ -3,13 +3,18 @@
 import random
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
+from benchmarks.checkpoint import DRAFTER, write_dummy
+from drafters.registry import NoDrafter
 from kernels.graph_runner import rerun
 from kernels.rows import Ahead, ExtendRows, lay_out_rows
 from kernels.trees import DraftTree
+from service.assembly import assemble
+from service.config import ServiceConfig
 from service.engine.budget import FixedBudget
 from service.engine.engine import Engine
 from service.engine.requests import GenerationRequest
@@ -170,6 +175,22 @@ def test_the_next_step_is_launched_before_the_last_one_is_read(monkeypatch: pyte
     monkeypatch.setattr(engine.target, "arriving", sent)
     generate(engine, request("one", [5, 6, 7], greedy(9)))
     assert seen[:5] == ["launch", "launch", "read", "launch", "read"]
+
+
+def test_a_trained_drafter_and_the_memory(texts: list[GenerationRequest], tmp_path: Path) -> None:
+    model = write_dummy("tiny", tmp_path / "tiny")
+    settings = {"model": str(model), "drafter_path": model / DRAFTER, "load_dtype": "float32", "device": "cpu"}
+    sizes = {"max_model_len": 256, "max_sequences": 4, "kv_cache": "10MiB", "max_budget": 16, "threads": 1}
+    more = {"drafter": "memory+specblock", "budget_policy": "fixed", "state_dir": tmp_path, "async_scheduling": "on"}
+    assembly = assemble(ServiceConfig.model_validate({**settings, **sizes, **more}), graphs=True)
+    asked = [replace(one, prediction=()) for one in texts[:6]]
+    plain = assembly.engine(NoDrafter(), FixedBudget(0), replace(assembly.limits, steps_ahead=0))
+    expected, *_ = run(plain, asked)
+    engine = assembly.engine()
+    found, ahead, _ = run(engine, asked)
+    assert found == expected
+    assert ahead > 5
+    assert engine.drafter.num_blocks > 0
 
 
 def test_rows_whose_tokens_only_the_device_knows() -> None:
