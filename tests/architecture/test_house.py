@@ -13,9 +13,9 @@ PRODUCT = modules(*PACKAGES)
 OUTSIDE_KERNELS = modules("service", "adaptation", "drafters")
 
 CODE_LINES = {
-    "product": (PRODUCT, 35_145),
+    "product": (PRODUCT, 35_164),
     BENCHMARKS: (modules(BENCHMARKS), 6_507),
-    "tests": (modules("tests"), 40_205),
+    "tests": (modules("tests"), 40_241),
 }
 """At most so many lines of code (no blank lines, comments, docstrings) in these files."""
 NUM_FILES = 245

@@ -111,11 +111,11 @@ def test_drafts_whose_loss_is_not_known_are_few(
     asked = requests(PROMPTS[:1], temperature=0.0, tokens=64)
     learn, calls = DraftStage.learn, list[int]()
 
-    def broken(stage: DraftStage, budget: Any, stats: StepStats, *, timed: bool) -> None:
+    def broken(stage: DraftStage, budget: Any, stats: StepStats, **how: bool) -> None:
         if stats.drafted_nodes:
             calls.append(stats.drafted_nodes)
             raise ValueError("planted")
-        learn(stage, budget, stats, timed=timed)
+        learn(stage, budget, stats, **how)
 
     monkeypatch.setattr(DraftStage, "learn", broken)
     for _ in range(3):
