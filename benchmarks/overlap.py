@@ -87,7 +87,7 @@ class SimulatedTarget(Target):
         following = (rows.tokens[rows.logit_rows] + 1) % _PERIOD
         return TargetOutput(logits.scatter_(1, following[:, None], 1.0), None)
 
-    def arriving(self, values: Tensor) -> Arriving:
+    def arriving(self, values: Tensor, *, at_once: bool) -> Arriving:
         """As the base class."""
         return self.simulated.arriving(values)
 

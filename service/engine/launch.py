@@ -85,9 +85,8 @@ class Launcher:
         verified = self._verify_stage.verify(
             batch.completing, rows, trees, output.logits, output.sampler, budget.tree_sizes
         )
-        emitted, rejected = self._target.arriving(verified.emitted), verified.freed
-        if self.runs_ahead:
-            rejected = rejected.clone()
+        emitted = self._target.arriving(verified.emitted, at_once=not self.runs_ahead)
+        rejected = verified.freed.clone() if self.runs_ahead else verified.freed
         return Flight(batch, clock, trees, budget, rows, output, verified, emitted, rejected)
 
     def commit(self, flight: Flight) -> None:

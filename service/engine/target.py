@@ -87,9 +87,9 @@ class Target:
         logits, more = output.logits.split([rows.logit_rows.shape[0], scored.shape[0]])
         return replace(output, logits=logits, scored=more)
 
-    def arriving(self, values: Tensor) -> Arriving:
-        """Begin to copy values to the host; the result waits for them. # values [...]"""
-        return arriving(values)
+    def arriving(self, values: Tensor, *, at_once: bool) -> Arriving:
+        """Begin to copy values to the host; see `readback.arriving`. # values [...]"""
+        return arriving(values, at_once=at_once)
 
     def never_choose(self, ids: Sequence[int]) -> None:
         """Set the logits of these ids to -inf from now on; for ids in the model's vocabulary that are no tokens. Must

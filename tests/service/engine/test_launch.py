@@ -167,8 +167,8 @@ def test_the_next_step_is_launched_before_the_last_one_is_read(monkeypatch: pyte
         seen.append("launch")
         return forward(*given, **named)  # type: ignore[arg-type]
 
-    def sent(values: torch.Tensor) -> object:
-        read = arriving(values)
+    def sent(values: torch.Tensor, *, at_once: bool) -> object:
+        read = arriving(values, at_once=at_once)
         return lambda: (seen.append("read"), read())[1]  # type: ignore[func-returns-value]
 
     monkeypatch.setattr(engine.target, "forward", launched)
