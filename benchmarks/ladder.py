@@ -9,11 +9,12 @@ import random
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from itertools import chain, cycle, islice
+from itertools import chain, islice
 from typing import Annotated
 
 import typer
 
+from service.bench import experiment
 from service.bench.commands import AnswerTokens, MorePromptFiles, Out, PromptFiles, Seed, Temperature, names
 from service.bench.driver import Answer, Run
 from service.bench.experiment import Column, Row, counted, figures_of, mismatches, rate_ratio, report, shown, table_of
@@ -56,7 +57,7 @@ def run(
             answers: dict[str, list[Answer]] = {name: [] for name in clients}
             for turn, moments in enumerate(of_rate):
                 batch = list(islice(left, len(moments)))
-                for name in islice(cycle(clients), turn % len(clients), turn % len(clients) + len(clients)):
+                for name in experiment.rotated(list(clients), turn):
                     answers[name] += answered(clients[name], batch, moments)
                     advance(len(batch))
             rows += rows_of(float(rate), answers)

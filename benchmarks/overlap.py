@@ -104,9 +104,9 @@ class Operations(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def engine_of(assembly: Assembly, seconds: float, nodes: int, steps_ahead: int) -> Engine:
-    """Build an engine on a device of so many seconds a forward, with so many nodes from the memory in each tree."""
-    target = SimulatedTarget(assembly.target, SimulatedDevice(seconds))
+def engine_of(assembly: Assembly, device: SimulatedDevice, nodes: int, steps_ahead: int) -> Engine:
+    """Build an engine on a made-up device, with so many nodes from the memory in each tree."""
+    target = SimulatedTarget(assembly.target, device)
     limits = replace(assembly.limits, steps_ahead=steps_ahead)
     drafter = assembly.drafter("memory" if nodes else "none", limits)
     return replace(assembly, target=target).engine(drafter, FixedBudget(nodes), limits)
@@ -134,13 +134,13 @@ def decode(engine: Engine, num_sequences: int, steps: int, seen: Operations | No
 def measured(assembly: Assembly, place: tuple[str, float, int, int], steps: int, turns: int) -> Row:
     """Measure a device, given by name and seconds, with so many texts and nodes, by turns. Figures are medians."""
     name, seconds, num_sequences, nodes = place
-    engines = {ahead: engine_of(assembly, seconds, nodes, ahead) for ahead in (0, 1)}
+    devices = [SimulatedDevice(seconds) for _ in range(2)]
+    engines = {ahead: engine_of(assembly, device, nodes, ahead) for ahead, device in enumerate(devices)}
     walls: dict[int, list[float]] = {0: [], 1: []}
     for turn in range(turns):
         for ahead in (0, 1) if turn % 2 else (1, 0):
             walls[ahead].append(decode(engines[ahead], num_sequences, steps))
     shares = [(off - on) / min(off - seconds, seconds) for off, on in zip(walls[0], walls[1], strict=True)]
-    device = _device_of(engines[1])
     operations = []
     for engine in engines.values():
         decode(engine, num_sequences, steps, seen := Operations())
@@ -156,13 +156,8 @@ def measured(assembly: Assembly, place: tuple[str, float, int, int], steps: int,
         "hidden": {"value": median(shares), "low": min(shares), "high": max(shares)},
         "operations": operations[0],
         "operations_ahead": operations[1],
-        "waits": device.waits / device.forwards,
+        "waits": devices[1].waits / devices[1].forwards,
     }
-
-
-def _device_of(engine: Engine) -> SimulatedDevice:
-    assert isinstance(engine.target, SimulatedTarget), "it runs on a made-up device"
-    return engine.target.simulated
 
 
 def run(

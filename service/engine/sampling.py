@@ -192,7 +192,7 @@ class SamplingTable:
         device = states[0].device
         return SamplingTable(
             transforms,
-            _floats([p.temperature for p in params], device),
+            send_floats(device, [p.temperature for p in params]),
             send(device, [signed64(p.seed) for p in params])[0],
             filters_of(states),
             constrained,
@@ -258,9 +258,9 @@ def _penalties(states: Sequence[SamplingState]) -> Transform:
     histories = [state.history for state in states if state.history is not None]
     has_history = torch.tensor([state.history is not None for state in states], device=device)
     history_idx = (has_history.cumsum(0) - 1).clamp(min=0)  # [batch], arbitrary for sequences without penalties
-    repetitions = _floats([p.repetition_penalty for p in params], device)
-    frequencies = _floats([p.frequency_penalty for p in params], device)
-    presences = _floats([p.presence_penalty for p in params], device)
+    repetitions = send_floats(device, [p.repetition_penalty for p in params])
+    frequencies = send_floats(device, [p.frequency_penalty for p in params])
+    presences = send_floats(device, [p.presence_penalty for p in params])
 
     def penalise(scores: Tensor, rows: SamplingRows) -> None:
         """Penalise the tokens that occur before each row's position."""
@@ -300,13 +300,9 @@ def _filters(device: torch.device, *kept: tuple[float, int, float]) -> Filters:
     min_p, top_k, top_p = zip(*kept, strict=True)
     logs = [math.log(least) if least > 0 else OFF for least in min_p]
     masses = torch.tensor(top_p, dtype=torch.float64, device=device)  # once for these filters
-    return Filters(_floats(logs, device), send(device, top_k)[0], masses)
+    return Filters(send_floats(device, logs), send(device, top_k)[0], masses)
 
 
 def _padded(rows: Sequence[Sequence[float]], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Stack lists as a tensor. # [batch, width], padded with 0"""
     return nn.utils.rnn.pad_sequence([torch.tensor(row, dtype=dtype, device=device) for row in rows], batch_first=True)
-
-
-def _floats(values: Sequence[float], device: torch.device) -> Tensor:
-    return send_floats(device, values)
