@@ -13,8 +13,8 @@ PRODUCT = modules(*PACKAGES)
 OUTSIDE_KERNELS = modules("service", "adaptation", "drafters")
 
 CODE_LINES = {
-    "product": (PRODUCT, 35_165),
-    BENCHMARKS: (modules(BENCHMARKS), 6_507),
+    "product": (PRODUCT, 35_163),
+    BENCHMARKS: (modules(BENCHMARKS), 6_505),
     "tests": (modules("tests"), 40_241),
 }
 """At most so many lines of code (no blank lines, comments, docstrings) in these files."""
