@@ -106,7 +106,7 @@ def test_a_bad_candidate_is_refused_20_of_20_times(
     assert same(built.weights._served.weights, served)
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", [*range(5), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(5, 20))])
 def test_poison_that_was_published_is_taken_back_within_one_window(known: Practised, tmp_path: Path, seed: int) -> None:
     """The gate was off. What was recorded as served says nothing, so that replays alone must see it."""
     events: list[Event] = []

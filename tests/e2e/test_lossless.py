@@ -23,7 +23,6 @@ from tests.service.bench.parts import assembled, save_drafter, save_two_layers, 
 from tests.service.engine.harness import Generated, always_ask, generate, greedy, request, sampled
 from tests.tiny_models import FAMILIES, random_prompts, tiny_model
 
-OTHERS = [family for family in FAMILIES if family != "llama"]
 FEW_CASES = 10  # of which all may have had room
 MANY_TOKENS = 1_000_000
 FAMILY_SHARE, KIND_SHARE = 0.8 / len(FAMILIES), 0.2 / len(TRAINED_KINDS)
@@ -58,8 +57,7 @@ def target_of(family: str, folder: Path) -> Path:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_family(family: str, tmp_path: Path) -> None:
-    num_tokens = 2_000 if family in OTHERS else 30_000 - 2_000 * len(OTHERS)
-    assert_lossless(assembled(target_of(family, tmp_path)), varied_prompts(), num_tokens, FAMILIES.index(family))
+    assert_lossless(assembled(target_of(family, tmp_path)), varied_prompts(), 2_000, FAMILIES.index(family))
 
 
 @pytest.mark.slow

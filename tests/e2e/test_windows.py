@@ -82,7 +82,7 @@ def check(results: Sequence[Generated], requests: Sequence[GenerationRequest]) -
 
 @pytest.mark.parametrize("window", WINDOWS)
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("at_once", [1, 4, 12])
+@pytest.mark.parametrize("at_once", [1, pytest.param(4, marks=MORE), 12])
 @pytest.mark.parametrize("spare", [0, 150])
 def test_texts_are_those_of_layers_that_keep_all(family: str, window: int, at_once: int, spare: int) -> None:
     """Windows end inside trees, prompt chunks and cached prefixes, and the middle of texts has lost its places."""

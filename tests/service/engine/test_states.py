@@ -162,7 +162,7 @@ def of_shared_prompts(choose: random.Random, count: int) -> list[GenerationReque
 
 
 @pytest.mark.parametrize("window", [None, 16])
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", [*range(3), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(3, 6))])
 def test_states_equal_those_of_a_plain_loop(seed: int, window: int | None) -> None:
     choose = random.Random(seed)
     requests = of_shared_prompts(choose, 8)

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from types import FrameType
+from unittest.mock import patch
 
 import pytest
 
@@ -61,16 +62,10 @@ def ask(adaptive: Adaptive, *, pause: float) -> list[bool]:
 @pytest.mark.parametrize("kept", [True, False], ids=["kept", "not kept"])
 @pytest.mark.parametrize("drafter", [True, False], ids=["drafter", "none"])
 @pytest.mark.parametrize("steps", ["dear", "cheap"])
+@patch("service.learning.auto.CHEAP", 0.25)  # a block takes some 0.06 and 0.9: times may be off by 4 on a busy machine
 def test_it_is_on_where_it_pays(
-    targets: Targets,
-    steps: str,
-    drafter: bool,
-    kept: bool,
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
+    targets: Targets, steps: str, drafter: bool, kept: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    # A block takes some 0.06 and 0.9 of a plain step. Times of a busy machine may be off by 4 either way.
-    monkeypatch.setattr("service.learning.auto.CHEAP", 0.25)
     config = settings(targets, steps, drafter=drafter, memory="auto" if kept else "off")
     with caplog.at_level(logging.INFO):
         served = load_model_service(config, made(), Live())
