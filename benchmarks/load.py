@@ -3,6 +3,7 @@
 What clients get: `adaptree bench serve --concurrency N,...`. Policies by name:
 
 plain     no drafting
+again     no drafting, once more: what equal engines differ by
 fixed:N   N nodes per sequence and step
 adaptive  the configured budget by cost
 """
@@ -11,18 +12,17 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import zip_longest
+from itertools import islice, zip_longest
 from pathlib import Path
 from statistics import fmean, median
 from typing import Annotated
 
-import numpy as np
 import typer
 
 from drafters.tree import MAX_NODES
 from service.assembly import Assembly
 from service.bench.commands import AnswerTokens, MorePromptFiles, Out, PromptFiles, Seed, Temperature, numbers
-from service.bench.driver import ClosedLoop, Drive, Run, generate
+from service.bench.driver import ClosedLoop, Drive, Run, Span, generate
 from service.bench.experiment import (
     PLAIN,
     Column,
@@ -37,6 +37,8 @@ from service.bench.experiment import (
     read_sets,
     requests_from,
     rotated,
+    shown,
+    speed_ratio,
     table_of,
     warm_up,
 )
@@ -48,6 +50,7 @@ from service.errors import StartupError
 from service.observability.metric_tables import cost_errors
 
 ADAPTIVE = "adaptive"
+AGAIN = "again"
 FIXED = "fixed:"
 
 _WARM_UP_TOKENS = 8
@@ -84,8 +87,9 @@ def answer_lengths(max_tokens: int) -> tuple[int, int]:
     return max(1, max_tokens - spread), max_tokens + spread
 
 
-def row_of(policy: str, run: Run, reference: Run, concurrency: int) -> Row:
-    """Return the figures of a policy's run; `reference` is another policy's run of the same requests."""
+def row_of(policy: str, run: Run, reference: Run, concurrency: int, turns: Mapping[str, Sequence[Span]]) -> Row:
+    """Return the figures of a policy's run; `reference` is another policy's run of the same requests. `turns`: those of
+    all policies while the load is steady, the first policy's first."""
     steps = [step.stats for step in run.steps]
     errors = [error for step in steps for error in cost_errors(step)]
     calibration = [step.survival_error for step in steps if step.survival_error is not None]
@@ -94,10 +98,11 @@ def row_of(policy: str, run: Run, reference: Run, concurrency: int) -> Row:
         "concurrency": concurrency,
         **figures_of([run]),
         "tokens_per_second": run.steady.tokens / run.steady.seconds,  # while the load is steady
+        "turns": len(turns[policy]),
+        "over_first": speed_ratio(turns[policy], next(iter(turns.values()))),
         # nodes per decoding sequence and step
         "mean_budget": sum(step.drafted_nodes for step in steps)
         / max(1, sum(len(answer.accepted_per_step) for answer in run.answers)),
-        "draft_share": sum(step.draft_seconds for step in steps) / run.seconds,
         "undrafted_share": fmean(step.drafted_nodes == 0 for step in steps),  # share of steps without nodes
         "cost_error": median(errors) if errors else None,  # median over the verifies
         "survival_error": calibration[-1] if calibration else None,  # calibration error of survival at the end
@@ -106,20 +111,11 @@ def row_of(policy: str, run: Run, reference: Run, concurrency: int) -> Row:
 
 
 def summary_of(rows: Sequence[Row]) -> dict[str, object]:
-    """Return mean speeds by policy, and the adaptive budget over plain decoding and fixed budgets."""
-    policies = dict.fromkeys(row["policy"] for row in rows)
-    speeds = {name: np.array([row["tokens_per_second"] for row in rows if row["policy"] == name]) for name in policies}
-    summary: dict[str, object] = {
-        "mean_tokens_per_second": {name: float(mine.mean()) for name, mine in speeds.items()},
-        "mismatched_tokens": sum(row["mismatched_tokens"] for row in rows),
-    }
-    fixed = [mine for name, mine in speeds.items() if name.startswith(FIXED)]  # [concurrency] each
-    if ADAPTIVE in speeds and PLAIN in speeds:
-        summary["adaptive_over_plain_lowest"] = float((speeds[ADAPTIVE] / speeds[PLAIN]).min())
-    if ADAPTIVE in speeds and fixed:
-        summary["adaptive_over_best_fixed_lowest"] = float((speeds[ADAPTIVE] / np.max(fixed, axis=0)).min())
-        summary["adaptive_over_best_single_fixed_mean"] = min(float((speeds[ADAPTIVE] / one).mean()) for one in fixed)
-    return summary
+    """Return the lowest speed of each policy over the first one, and how many tokens differ."""
+    lowest: dict[str, float] = {}
+    for row in rows:
+        lowest[row["policy"]] = min(row["over_first"][0], lowest.get(row["policy"], row["over_first"][0]))
+    return {"lowest_over_first": lowest, "mismatched_tokens": sum(row["mismatched_tokens"] for row in rows)}
 
 
 def policies_of(text: str) -> dict[str, FixedBudget | None]:
@@ -132,11 +128,11 @@ def policies_of(text: str) -> dict[str, FixedBudget | None]:
 
 def _static(name: str) -> FixedBudget:
     _, _, nodes = name.partition(":")
-    if name == PLAIN:
+    if name in (PLAIN, AGAIN):
         return FixedBudget(0)
     if name.startswith(FIXED) and nodes.isdigit() and int(nodes) <= MAX_NODES:
         return FixedBudget(int(nodes))
-    raise StartupError(f"--policies: {name!r} is none of plain, adaptive and fixed:N (N up to {MAX_NODES})")
+    raise StartupError(f"--policies: {name!r} is none of plain, again, adaptive and fixed:N (N up to {MAX_NODES})")
 
 
 def run(
@@ -145,7 +141,7 @@ def run(
     more_prompts: MorePromptFiles = None,
     concurrency: Annotated[str, typer.Option(metavar="N,...", help="Requests in flight.")] = "1,2,4,8,16,32",
     policies: Annotated[
-        str, typer.Option(metavar="POLICY,...", help="plain, fixed:N and adaptive.")
+        str, typer.Option(metavar="POLICY,...", help="plain, again, fixed:N and adaptive.")
     ] = "plain,fixed:8,fixed:16,fixed:32,adaptive",
     requests: Annotated[
         int, typer.Option(min=1, help="Requests for each policy and concurrency; eight for each client at least.")
@@ -171,8 +167,8 @@ def run(
 
 
 def _prompts(assembly: Assembly, plan: LoadPlan) -> list[tuple[int, ...]]:
-    """Return prompts of all files in turn, as many as requests, repeated where there are fewer."""
-    most = max(map(plan.requests_at, plan.concurrency))
+    """Return prompts of all files in turn, as many as requests of all loads, repeated where there are fewer."""
+    most = sum(map(plan.requests_at, plan.concurrency))
     sets = read_sets(assembly, plan.files, most, plan.most_tokens)
     mixed = [prompt for row in zip_longest(*(one.prompts for one in sets)) for prompt in row if prompt is not None]
     return [mixed[number % len(mixed)] for number in range(most)]
@@ -187,16 +183,17 @@ def _measure_all(
     engines = engines_of(assembly, policies, max(map(len, prompts)) + plan.most_tokens, max(plan.concurrency))
     few = replace(plan.measure, max_tokens=min(_WARM_UP_TOKENS, plan.measure.max_tokens), concurrency=2)
     warm_up({name: partial(generate, engine) for name, engine in engines.items()}, prompts[0], few)
-    requests = _of_all_lengths(requests_from(prompts, 0, replace(plan.measure, concurrency=len(prompts))), plan)
+    requests = iter(_of_all_lengths(requests_from(prompts, 0, replace(plan.measure, concurrency=len(prompts))), plan))
     rows: list[Row] = []
     with counted(len(engines) * sum(map(plan.requests_at, plan.concurrency))) as advance:
         for concurrency in plan.concurrency:
             advance(0, f"concurrency {concurrency}")
-            part = requests[: plan.requests_at(concurrency)]
+            part = [*islice(requests, plan.requests_at(concurrency))]  # of its own: past answers are remembered
             drives = {name: Drive(engine, part, ClosedLoop(concurrency)) for name, engine in engines.items()}
-            runs = _in_slices(drives, advance)
+            turns = _in_slices(drives, advance)
+            runs = {name: driven.result() for name, driven in drives.items()}
             reference = next(iter(runs.values()))
-            rows += [row_of(name, run, reference, concurrency) for name, run in runs.items()]
+            rows += [row_of(name, run, reference, concurrency, turns) for name, run in runs.items()]
     return rows
 
 
@@ -237,20 +234,24 @@ def engines_of(
     engines = {}
     for number, (name, policy) in enumerate(policies.items()):
         mine = replace(limits, first_slot=limits.first_slot + number * share)
-        engines[name] = plain_engine(assembly, mine) if name == PLAIN else assembly.engine(policy=policy, limits=mine)
+        is_plain = name in (PLAIN, AGAIN)
+        engines[name] = plain_engine(assembly, mine) if is_plain else assembly.engine(policy=policy, limits=mine)
     return engines
 
 
-def _in_slices(drives: dict[str, Drive], finished: Callable[[int], None]) -> dict[str, Run]:
-    """Let the policies answer the same requests in turns; return the run of each."""
-    turn, under_way = 0, list(drives)
-    while under_way:
-        for name in rotated(under_way, turn):
-            before = drives[name].num_finished
-            drives[name].go_on(SLICE_SECONDS)
-            finished(drives[name].num_finished - before)
-        turn, under_way = turn + 1, [name for name in under_way if not drives[name].is_over]
-    return {name: driven.result() for name, driven in drives.items()}
+def _in_slices(drives: Mapping[str, Drive], finished: Callable[[int], None]) -> dict[str, list[Span]]:
+    """Let the policies answer the same requests in turns; returns each policy's turns while all had a steady load."""
+    turns: list[dict[str, Span]] = []
+    while under_way := [name for name, drive in drives.items() if not drive.is_over]:
+        turns.append({})
+        for name in rotated(under_way, len(turns)):
+            drive = drives[name]
+            num_finished, before = drive.num_finished, drive.steady
+            drive.go_on(SLICE_SECONDS)
+            finished(drive.num_finished - num_finished)
+            turns[-1][name] = Span(drive.steady.seconds - before.seconds, drive.steady.tokens - before.tokens)
+    steady = [turn for turn in turns if len(turn) == len(drives) and all(span.tokens for span in turn.values())]
+    return {name: [turn[name] for turn in steady] for name in drives}
 
 
 def _share(value: float | None) -> str:
@@ -261,6 +262,7 @@ _COLUMNS: tuple[Column, ...] = (
     ("concurrency", lambda row: str(row["concurrency"])),
     ("policy", lambda row: row["policy"]),
     ("tokens/s", lambda row: f"{row['tokens_per_second']:.1f}"),
+    ("over the first", lambda row: shown(row["over_first"])),
     ("TTFT", lambda row: f"{row['median_ttft_ms']:.0f}"),
     ("p99", lambda row: f"{row['p99_ttft_ms']:.0f}"),
     ("ITL", lambda row: f"{row['median_itl_ms']:.1f}"),

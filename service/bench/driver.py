@@ -123,7 +123,7 @@ class Drive:
     after_step: Callable[[EngineOutput], None] = lambda report: None
     num_finished: int = field(default=0, init=False)
     _seconds: float = field(default=0.0, init=False)  # time of all slices, without pauses
-    _steady: Span = field(default=Span(0.0, 0), init=False)
+    steady: Span = field(default=Span(0.0, 0), init=False)  # so far, while all clients were busy
     _served: dict[str, Served] = field(default_factory=dict, init=False)
     _steps: list[TimedStep] = field(default_factory=list, init=False)
 
@@ -141,14 +141,14 @@ class Drive:
             before = self._seconds
             tokens = self._step(start)
             if is_steady:
-                self._steady = Span(self._steady.seconds + self._seconds - before, self._steady.tokens + tokens)
+                self.steady = Span(self.steady.seconds + self._seconds - before, self.steady.tokens + tokens)
         while self.is_over and not self.engine.idle:  # a step of ended sequences may be in flight
             self.engine.step()
 
     def result(self) -> Run:
         """Return the answers and steps so far."""
         answers = tuple(served.answer for served in self._served.values())
-        return Run(answers, tuple(self._steps), self._seconds, self._steady)
+        return Run(answers, tuple(self._steps), self._seconds, self.steady)
 
     def _send(self, elapsed: float) -> None:
         """Send the requests that are due."""

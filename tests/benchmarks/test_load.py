@@ -11,7 +11,7 @@ from benchmarks import load
 from benchmarks.load import engines_of, policies_of, row_of
 from service.assembly import Assembly, assemble
 from service.bench.driver import Answer, Run, Span, TimedStep
-from service.bench.experiment import Row
+from service.bench.experiment import PLAIN, Row
 from service.engine.states import StateShape
 from service.errors import StartupError
 from tests.service.bench.parts import STEP
@@ -24,7 +24,7 @@ def served(tokens: list[int], first: float = 1.0, gaps: tuple[float, ...] = (0.1
 
 
 def row(policy: str, run: Run, reference: Run | None = None) -> Row:
-    return row_of(policy, run, reference or run, 1)
+    return row_of(policy, run, reference or run, 1, {PLAIN: [Span(2.0, 4)], policy: [run.steady]})
 
 
 def test_a_row_adds_up_what_its_run_did() -> None:
@@ -39,7 +39,7 @@ def test_a_row_adds_up_what_its_run_did() -> None:
     assert (found["tokens_per_second"], found["median_ttft_ms"], found["median_itl_ms"]) == (4.0, 2000.0, 200.0)
     assert (found["tau"], found["mean_budget"], found["undrafted_share"]) == (2.5, 6 / 4, 0.5)
     assert found["cost_error"] == pytest.approx(0.2)
-    assert (found["survival_error"], found["mismatched_tokens"]) == (0.02, 0)
+    assert (found["survival_error"], found["mismatched_tokens"], found["over_first"]) == (0.02, 0, (2.0, 2.0, 2.0))
 
 
 def test_policies_go_by_name() -> None:
@@ -74,12 +74,12 @@ def test_the_command_compares_policies(
     out = tmp_path / "out.json"
     code, output = run(
         *("load --concurrency 1,3 --requests 10 --max-tokens 8 --temperature 0.7 --prompts", prompt_file),
-        *("--policies plain,fixed:8,adaptive --out", out),
+        *("--policies plain,fixed:8,adaptive,again --out", out),
     )
     assert code == 0, output
     report = json.loads(out.read_text())
     assert [(line["concurrency"], line["policy"]) for line in report["rows"]] == [
-        (concurrency, policy) for concurrency in (1, 3) for policy in ("plain", "fixed:8", "adaptive")
+        (concurrency, policy) for concurrency in (1, 3) for policy in ("plain", "fixed:8", "adaptive", "again")
     ]
     tokens = {(line["concurrency"], line["total_output_tokens"]) for line in report["rows"]}
     assert len(tokens) == 2, "every policy answers the same requests"
