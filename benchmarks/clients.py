@@ -17,7 +17,7 @@ from typing import Annotated
 
 import typer
 
-from benchmarks.load import SLICE_SECONDS, answer_lengths, engines_of
+from benchmarks.load import answer_lengths, engines_of
 from benchmarks.shared import in_one_line, percentile
 from service.bench.commands import AnswerTokens, MorePromptFiles, Out, PromptFiles, Seed, Temperatures
 from service.bench.driver import Answer, ClosedLoop, Drive, Span
@@ -46,6 +46,7 @@ from service.text.prompts import PromptSet
 SEVERAL, ONE, AGAIN = "clients", "one_client", "one_client_again"
 
 LONG = "long"
+SLICE_SECONDS = 2.0  # of a turn
 _LONG_TOKENS = 4_000
 """Length of a long prompt: 16 chunks of the default `prefill_chunk`."""
 

@@ -58,8 +58,9 @@ _ROUNDS = 8
 """Requests of each client at least; the first and the last are not measured."""
 _SPREAD = 0.5
 """Share by which answers are shorter or longer: equal ones would always end together."""
-SLICE_SECONDS = 2.0
-"""Length of a turn, so that a machine that is slow for a while is slow for all policies."""
+_PER_TURN = 2
+"""Clients for each request that a turn answers. Turns are short, so that a machine that is slow for a while is slow for
+all policies, and end at a request, so that all policies do the same work in a turn."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -190,7 +191,7 @@ def _measure_all(
             advance(0, f"concurrency {concurrency}")
             part = [*islice(requests, plan.requests_at(concurrency))]  # of its own: past answers are remembered
             drives = {name: Drive(engine, part, ClosedLoop(concurrency)) for name, engine in engines.items()}
-            turns = _in_slices(drives, advance)
+            turns = _in_turns(drives, max(1, concurrency // _PER_TURN), advance)
             runs = {name: driven.result() for name, driven in drives.items()}
             reference = next(iter(runs.values()))
             rows += [row_of(name, run, reference, concurrency, turns) for name, run in runs.items()]
@@ -239,15 +240,15 @@ def engines_of(
     return engines
 
 
-def _in_slices(drives: Mapping[str, Drive], finished: Callable[[int], None]) -> dict[str, list[Span]]:
-    """Let the policies answer the same requests in turns; returns each policy's turns while all had a steady load."""
+def _in_turns(drives: Mapping[str, Drive], requests: int, finished: Callable[[int], None]) -> dict[str, list[Span]]:
+    """Let the policies answer the same requests in turns of so many; returns the turns when all had a steady load."""
     turns: list[dict[str, Span]] = []
     while under_way := [name for name, drive in drives.items() if not drive.is_over]:
         turns.append({})
         for name in rotated(under_way, len(turns)):
             drive = drives[name]
             num_finished, before = drive.num_finished, drive.steady
-            drive.go_on(SLICE_SECONDS)
+            drive.go_on(requests=requests)
             finished(drive.num_finished - num_finished)
             turns[-1][name] = Span(drive.steady.seconds - before.seconds, drive.steady.tokens - before.tokens)
     steady = [turn for turn in turns if len(turn) == len(drives) and all(span.tokens for span in turn.values())]

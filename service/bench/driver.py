@@ -132,10 +132,10 @@ class Drive:
         """Whether all requests have finished."""
         return self.num_finished == len(self.requests)
 
-    def go_on(self, seconds: float = math.inf) -> None:
-        """Serve for `seconds`, or until all requests have finished."""
-        start, end = self.clock() - self._seconds, self._seconds + seconds
-        while not self.is_over and self._seconds < end:
+    def go_on(self, seconds: float = math.inf, requests: float = math.inf) -> None:
+        """Serve for `seconds`, or until so many more requests, or all, have finished."""
+        start, end, most = self.clock() - self._seconds, self._seconds + seconds, self.num_finished + requests
+        while not self.is_over and self._seconds < end and self.num_finished < most:
             self._send(self.clock() - start)
             is_steady = self.arrivals.is_steady(self.num_finished, len(self.requests))
             before = self._seconds

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import load
 from benchmarks.load import engines_of, policies_of, row_of
 from service.assembly import Assembly, assemble
 from service.bench.driver import Answer, Run, Span, TimedStep
@@ -66,11 +65,7 @@ def _loaded(monkeypatch: pytest.MonkeyPatch, trained_assembly: Assembly, quiet: 
 
 
 @pytest.mark.usefixtures("_loaded")
-def test_the_command_compares_policies(
-    run: Callable[..., tuple[int, str]], prompt_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In slices so short that every policy is interrupted in the middle of its texts."""
-    monkeypatch.setattr(load, "SLICE_SECONDS", 0.01)
+def test_the_command_compares_policies(run: Callable[..., tuple[int, str]], prompt_file: Path, tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     code, output = run(
         *("load --concurrency 1,3 --requests 10 --max-tokens 8 --temperature 0.7 --prompts", prompt_file),
