@@ -144,7 +144,8 @@ class Assembly:
     def _policy(self, ledger: RegretLedger) -> Budget:
         """Build a budget policy by measured costs, or a fixed one if nothing was measured or nothing is drafted."""
         costs, most = self.costs, 0 if self.drafter_name == NoDrafter.name else self.limits.max_budget
-        return FixedBudget(most) if costs is None or not most else CostBudget(costs.verify, costs.drafts, ledger)
+        priced = None if costs is None or not most else (costs.verify, costs.drafts, ledger)
+        return FixedBudget(most) if priced is None else CostBudget(*priced, head_share=self.loaded.head_share)
 
 
 def assemble(config: ServiceConfig, *, graphs: bool | None = None) -> Assembly:

@@ -84,6 +84,11 @@ class StepLoad:
     tree_widths: tuple[int, ...] | None = None  # widths that trees may have, rising from 0; None allows any
 
     @property
+    def num_unscored(self) -> int:
+        """Rows whose scores are not computed: all of prompts, but at most one of each sequence."""
+        return max(0, self.num_rows - self.num_sequences)
+
+    @property
     def num_decoding(self) -> int:
         """Sequences that may have a tree."""
         return len(self.decoding)
@@ -198,9 +203,10 @@ class CostBudget(Budget):
 
     is_priced = True
 
-    def __init__(self, costs: CostTable, drafts: DraftCosts, ledger: RegretLedger) -> None:
-        """`costs`, `drafts`: measured seconds to start from; `ledger`: the server's, shared with the drafters."""
-        self._costs = OnlineCosts(costs)
+    def __init__(self, costs: CostTable, drafts: DraftCosts, ledger: RegretLedger, *, head_share: float = 0.0) -> None:
+        """`costs`, `drafts`: measured seconds to start from; `ledger`: the server's, shared with the drafters;
+        `head_share`: see `OnlineCosts`."""
+        self._costs = OnlineCosts(costs, head_share)
         self._drafts = OnlineDraftCosts(drafts)
         self.gate = DraftGate(ledger, float(costs.verify_seconds(np.ones(1), 0.0)[0]))
         self._was_plain = False  # whether the last step was plain
@@ -230,7 +236,7 @@ class CostBudget(Budget):
         """Predicted seconds of the step for each choice of `load.node_rows`, without the time of its prompt rows;
         infinite for more nodes than free slots. # -> [choices]"""
         rows = load.forward_rows(num_candidates)
-        verify = self._costs.verify_seconds(rows, load.context, load.num_sequences)
+        verify = self._costs.verify_seconds(rows, load.context, load.num_sequences, load.num_unscored)
         draft = self._drafts.draft_seconds(load.num_drafting) if load.num_drafting else 0.0
         verify += draft + self._plain_seconds(load) - verify[0]
         if rows[-1] - load.num_rows > load.free_slots:
@@ -255,7 +261,8 @@ class CostBudget(Budget):
             self._learn_drafted(budget, stats)
         elif load.num_decoding:
             self._learn_plain(budget, stats)
-        predicted = self._costs.learn(budget.num_rows, load.context, load.num_sequences, stats.verify_seconds)
+        sizes = budget.num_rows, load.context, load.num_sequences
+        predicted = self._costs.learn(*sizes, stats.verify_seconds, load.num_unscored)
         self._was_plain = budget.is_plain
         return predicted
 
@@ -306,7 +313,7 @@ class CostBudget(Budget):
         self.gate.skip(load.decoding, load.num_sequences)
         # A plain step right after one with drafts is not typical: the caches still hold data of that step.
         if self._was_plain and budget.is_plain:
-            whole = self._costs.forward_seconds(load.num_rows, load.context, load.num_sequences)
+            whole = self._costs.forward_seconds(load.num_rows, load.context, load.num_sequences, load.num_unscored)
             forwards, forward = self._forwards(load), self._forward_seconds(load)
             # Scaled down to the decoding rows: subtracting the predicted seconds of prompts would add their whole
             # error. Still the noise is that of the whole step, and plain decoding a part of it.
@@ -319,8 +326,11 @@ class CostBudget(Budget):
         beyond one plain step."""
         load = budget.load
         context, sequences = load.context, load.num_sequences
-        predicted = self._costs.forward_seconds(budget.num_rows, context, sequences)
-        without_nodes = min(predicted, self._costs.forward_seconds(load.num_rows, context, sequences))
+        predicted, without_nodes = (
+            self._costs.forward_seconds(rows, context, sequences, load.num_unscored)
+            for rows in (budget.num_rows, load.num_rows)
+        )
+        without_nodes = min(predicted, without_nodes)
         forward, forwards = self._forward_seconds(load), self._forwards(load)
         plain, prompts = forward * forwards.mean, without_nodes - forward
         draft = self._drafts.learn(load.num_drafting, stats.draft_seconds)

@@ -174,23 +174,34 @@ _MOST_SURPRISE = 0.5  # cap on the error of one forward, as a natural logarithm,
 class OnlineCosts:
     """A cost table corrected while serving, by rows and by batch size (`bucket_of`):
 
-        log seconds = log table(rows, context, sequences) + drift + curve[sequences](rows)
+        seconds = (1 - head) * S(rows) + head * S(scored rows)
+        log S(rows) = log table(rows, context, sequences) + drift + curve[sequences](rows)
 
-    The drift of the machine is common to all batches and adapts quickly; each curve adapts slowly, to forwards of its
-    own batch size only (docs/decisions/0050).
+    The table is of rows that all have scores, which those of prompts have not: `head` is the share of the weights that
+    give scores. The drift of the machine is common to all batches and adapts quickly; each curve adapts slowly, to
+    forwards of its own batch size only (docs/decisions/0050, 0184).
     """
 
-    def __init__(self, table: CostTable) -> None:
+    def __init__(self, table: CostTable, head_share: float = 0.0) -> None:
+        self._head_share = head_share
         self._curve = lru_cache(maxsize=2)(table.curve)  # one step uses the same curve several times
         self._points = table.rows
         self._weights = lru_cache(maxsize=256)(self._weights_of)
         self._drift = 0.0
         self._corrections: dict[int, _CurveCorrection] = {}  # corrections by bit length of the batch size
         self._newest = _CurveCorrection(np.zeros_like(_POINTS))  # the correction that was updated last
-        self._known: dict[tuple[int, float, int], float] = {}  # cache of predictions, cleared by `learn`
+        self._known: dict[tuple[int, float, int, int], float] = {}  # cache of predictions, cleared by `learn`
 
-    def verify_seconds(self, rows: Sequence[float], context: float, sequences: int) -> FloatArray:
-        """Predict the corrected seconds of forwards. # rows [n], rising, at least 1 -> [n]"""
+    def verify_seconds(self, rows: Sequence[float], context: float, sequences: int, unscored: int = 0) -> FloatArray:
+        """Predict the corrected seconds of forwards, in which `unscored` of the rows give no scores.
+        # rows [n], rising, at least 1 -> [n]"""
+        seconds = self._scored_seconds(rows, context, sequences)
+        if unscored and self._head_share:
+            scored = self._scored_seconds(tuple(count - unscored for count in rows), context, sequences)
+            seconds += self._head_share * (scored - seconds)
+        return seconds
+
+    def _scored_seconds(self, rows: Sequence[float], context: float, sequences: int) -> FloatArray:
         on_table, on_correction = self._weights(rows)
         logs = on_correction @ self._correction(sequences).logs
         logs += self._drift
@@ -207,17 +218,17 @@ class OnlineCosts:
         on_table = [along(self._points, unit, values) for unit in np.eye(self._points.size)]
         return np.stack(on_table, 1), np.stack([along(_POINTS, unit, logs) for unit in np.eye(_POINTS.size)], 1)
 
-    def forward_seconds(self, rows: int, context: float, sequences: int) -> float:
+    def forward_seconds(self, rows: int, context: float, sequences: int, unscored: int = 0) -> float:
         """Predict the corrected seconds of one forward."""
-        key = rows, context, sequences
+        key = rows, context, sequences, unscored
         found = self._known.get(key)
         if found is None:
-            found = self._known[key] = float(self.verify_seconds((rows,), context, sequences)[0])
+            found = self._known[key] = float(self.verify_seconds((rows,), context, sequences, unscored)[0])
         return found
 
-    def learn(self, rows: int, context: float, sequences: int, seconds: float) -> float:
+    def learn(self, rows: int, context: float, sequences: int, seconds: float, unscored: int = 0) -> float:
         """Update the corrections by a forward's measured seconds. Returns the seconds predicted before the update."""
-        predicted = self.forward_seconds(rows, context, sequences)
+        predicted = self.forward_seconds(rows, context, sequences, unscored)
         self._known.clear()
         if seconds <= 0.0 or predicted <= 0.0:
             return predicted

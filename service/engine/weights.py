@@ -81,6 +81,7 @@ class LoadedModel:
     parts: TargetParts
     kv_shape: KVShape
     read_bytes: int  # bytes of weights that every step reads: all weights except an untied embedding
+    head_share: float  # share of `read_bytes` that gives scores
     in_blocks: bool = False  # whether all matrices but routers' are kept as the quantised blocks of a GGUF file
     has_experts: bool = False  # whether routers choose experts for each row
     in_8_bits: bool = False  # whether linear layers quantise their weights to 8 bits
@@ -154,7 +155,7 @@ def load_model(
     initial_drafter = begin_drafter(model, _identity(model)) if begin_drafter else None
     table, head = _embedding_and_head(model)
     weights = {id(weight): weight for weight in weights_of(model).values()}.values()
-    read_bytes = sum(num_bytes(weight) for weight in weights)
+    read_bytes = sum(num_bytes(weight) for weight in weights) - (0 if head is table else num_bytes(table))
     return LoadedModel(
         model=model,
         tokenizer=described.tokenizer,
@@ -163,7 +164,8 @@ def load_model(
         fingerprint=weights_fingerprint(model, {} if part is None else part.samples),
         parts=_parts(model, keeps_head=initial_drafter is not None, part=part),
         kv_shape=kv_shape(model, part),
-        read_bytes=read_bytes - (0 if head is table else num_bytes(table)),
+        read_bytes=read_bytes,
+        head_share=num_bytes(head) / read_bytes,
         in_blocks=keeps_blocks(model),
         has_experts=any(map(is_experts, model.modules())),
         initial_drafter=initial_drafter,

@@ -117,6 +117,20 @@ def test_an_error_of_trees_is_not_taken_for_one_of_more_sequences() -> None:
     assert float(costs.verify_seconds((16.0,), 1.0, 8)[0]) > 1.25 * of_16
 
 
+def test_rows_of_prompts_do_not_pay_for_scores() -> None:
+    """So prompts do not make the rows of trees look cheap: a forward takes 0.9 a row, and scores 0.1 a row."""
+    rows = np.array([1.0, 128.0])
+    each = CostTable(sequences=np.ones(1), contexts=np.ones(1), rows=rows, seconds=rows[None, None])
+    costs = OnlineCosts(each, head_share=0.1)
+    assert costs.verify_seconds((64,), 1.0, 4, 60) == pytest.approx(57.6 + 0.4)
+    before, after = costs.verify_seconds((64, 72), 1.0, 4, 60)
+    assert after - before == pytest.approx(8.0)
+    for _ in range(60):
+        assert costs.learn(64, 1.0, 4, 58.0, 60) == pytest.approx(58.0)
+    assert costs.forward_seconds(4, 1.0, 4) == pytest.approx(4.0)
+    assert costs.forward_seconds(64, 1.0, 4) == pytest.approx(64.0)
+
+
 def test_another_size_of_batch_begins_with_what_is_known_of_the_day() -> None:
     costs = OnlineCosts(ONE_CONTEXT)
     for _ in range(60):
