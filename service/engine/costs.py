@@ -179,7 +179,7 @@ class OnlineCosts:
 
     The table is of rows that all have scores, which those of prompts have not: `head` is the share of the weights that
     give scores. The drift of the machine is common to all batches and adapts quickly; each curve adapts slowly, to
-    forwards of its own batch size only (docs/decisions/0050, 0184).
+    forwards of its own batch size only (docs/decisions/0184).
     """
 
     def __init__(self, table: CostTable, head_share: float = 0.0) -> None:
