@@ -241,17 +241,17 @@ def engines_of(
 
 
 def _in_turns(drives: Mapping[str, Drive], requests: int, finished: Callable[[int], None]) -> dict[str, list[Span]]:
-    """Let the policies answer the same requests in turns of so many; returns the turns when all had a steady load."""
+    """Let the policies answer the same requests in turns of so many; returns the turns with a steady load."""
     turns: list[dict[str, Span]] = []
     while under_way := [name for name, drive in drives.items() if not drive.is_over]:
         turns.append({})
         for name in rotated(under_way, len(turns)):
             drive = drives[name]
             num_finished, before = drive.num_finished, drive.steady
-            drive.go_on(requests=requests)
+            drive.go_on(requests=len(turns) * requests - num_finished)  # a step may have ended more
             finished(drive.num_finished - num_finished)
             turns[-1][name] = Span(drive.steady.seconds - before.seconds, drive.steady.tokens - before.tokens)
-    steady = [turn for turn in turns if len(turn) == len(drives) and all(span.tokens for span in turn.values())]
+    steady = [turn for turn in turns if len(turn) == len(drives) and any(span.tokens for span in turn.values())]
     return {name: [turn[name] for turn in steady] for name in drives}
 
 

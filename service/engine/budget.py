@@ -81,12 +81,8 @@ class StepLoad:
     decoding: tuple[SequenceGain, ...]  # sequences that run the drafter stand first
     prefilling: tuple[SequenceGain, ...] = ()
     num_drafting: int = 0  # number of sequences in `decoding` that run the drafter
+    num_unscored: int = 0  # rows of prompts whose scores are not computed
     tree_widths: tuple[int, ...] | None = None  # widths that trees may have, rising from 0; None allows any
-
-    @property
-    def num_unscored(self) -> int:
-        """Rows whose scores are not computed: all of prompts, but at most one of each sequence."""
-        return max(0, self.num_rows - self.num_sequences)
 
     @property
     def num_decoding(self) -> int:

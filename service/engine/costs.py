@@ -197,7 +197,7 @@ class OnlineCosts:
         # rows [n], rising, at least 1 -> [n]"""
         seconds = self._scored_seconds(rows, context, sequences)
         if unscored and self._head_share:
-            scored = self._scored_seconds(tuple(count - unscored for count in rows), context, sequences)
+            scored = self._scored_seconds(tuple(max(1, count - unscored) for count in rows), context, sequences)
             seconds += self._head_share * (scored - seconds)
         return seconds
 

@@ -168,6 +168,8 @@ class DraftStage:
 
     def _load(self, batch: StepBatch, num_free_slots: int) -> StepLoad:
         ends = sum(item.start + item.num_rows for item in batch.items)
+        widths = self._pruning.width.choices
+        prompts = (item for item in batch.items if not item.decodes and not item.sequence.request.scores_prompt)
         return StepLoad(
             num_rows=batch.num_extend_rows,
             context=ends / max(1, len(batch.items)),
@@ -175,7 +177,9 @@ class DraftStage:
             num_sequences=len(batch.items),
             decoding=tuple(s.gain for s in batch.decoding),
             prefilling=tuple(item.sequence.gain for item in batch.items if not item.decodes),
-            tree_widths=self._pruning.width.choices,
+            # Captured forwards compute the scores of all rows.
+            num_unscored=0 if widths else sum(item.num_rows - item.completes for item in prompts),
+            tree_widths=widths,
         )
 
     def _pruned(self, budget: DraftBudget, candidates: Candidates, limits: "_Limits") -> DraftTree:

@@ -227,7 +227,7 @@ def test_the_policy_is_given_the_load_and_what_became_of_it() -> None:
     ((reported, taken),) = watcher.outcomes
     load = reported.load
     assert (load.num_rows, load.num_decoding, load.num_sequences, load.free_slots) == (7, 2, 3, 93)
-    assert load.context == (11 + 11 + 5) / 3
+    assert (load.context, load.num_unscored) == ((11 + 11 + 5) / 3, 5)
     assert (reported.drafted, reported.followed, taken.drafted_nodes, taken.accepted_tokens) == (True, True, 4, 2)
     assert (taken.draft_seconds, taken.verify_seconds, taken.other_seconds) == (1.0, 2.0, 3.0)
 
