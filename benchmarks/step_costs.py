@@ -1,5 +1,6 @@
 """`python -m benchmarks step-costs`: times of forwards by their rows, here and in llama.cpp on the same file."""
 
+import importlib.util
 import resource
 import time
 from collections.abc import Callable, Sequence
@@ -17,9 +18,9 @@ from torch import Tensor
 
 from benchmarks.anatomy import anatomy, table_of_parts
 from benchmarks.gguf_shapes import SHAPES, Mix, write_shape
-from benchmarks.peers import open_llama_cpp
 from benchmarks.shared import percentile
 from drafters.files import replacing
+from kernels.cpu.library import threads_in_use
 from kernels.feed_forward import SparseFeedForward
 from kernels.ops import REFERENCE, Ops
 from kernels.rows import ExtendRows
@@ -190,7 +191,13 @@ class _Theirs:
     """Forwards of llama.cpp after one text."""
 
     def __init__(self, file: Path) -> None:
-        self._library, self._llama = open_llama_cpp(file, 1024)
+        if importlib.util.find_spec("llama_cpp") is None:
+            raise StartupError("--peer needs a package that is not here: pip install llama-cpp-python")
+        import llama_cpp
+
+        threads = threads_in_use()
+        options = {"n_threads": threads, "n_threads_batch": threads, "n_gpu_layers": 0, "verbose": False}
+        self._library, self._llama = llama_cpp, llama_cpp.Llama(str(file), n_ctx=1024, **options)
         self._batch = self._library.llama_batch_init(_CONTEXT, 0, 1)
         self._decode(0, _CONTEXT, all_logits=False)
 

@@ -121,14 +121,8 @@ def run_serve(
 def measured(entrants: Entrants, bodies: Sequence[Json], clients: int, advance: Callable[[int], None]) -> list[Row]:
     """Let all servers answer in turn, and return a row of figures for each. A single client sends one request in a
     turn."""
-    size = _ROUNDS * clients if clients > 1 else 1
     with entrants.clients() as asking:
-        for client in asking.values():
-            client.send([{name: _GREETING.get(name, value) for name, value in bodies[0].items()}], 1)
-            client.spent = np.zeros(2)
-        batches = (bodies[first : first + size] for first in range(0, len(bodies), size))
-        sending = {name: partial(client.send, num_clients=clients) for name, client in asking.items()}
-        runs = in_turn(batches, sending, advance)
+        runs = in_turn(batches_of(bodies, clients), sending_to(asking, bodies[0], clients), advance)
     rows: list[Row] = [
         {"server": name, "clients": clients, **figures_of(mine), "mismatched_tokens": None, **ratios_of(mine, runs)}
         for name, mine in runs.items()
@@ -138,6 +132,23 @@ def measured(entrants: Entrants, bodies: Sequence[Json], clients: int, advance: 
         row |= zip(("context_switches_per_token", "cpu_seconds_per_token"), spent.tolist(), strict=True)
         row["mismatched_tokens"] = mismatches(runs[rows[0]["server"]], runs[row["server"]])
     return rows
+
+
+def batches_of(bodies: Sequence[Json], clients: int) -> list[Sequence[Json]]:
+    """Return the requests of each turn."""
+    size = _ROUNDS * clients if clients > 1 else 1
+    return [bodies[first : first + size] for first in range(0, len(bodies), size)]
+
+
+def sending_to(
+    asking: Mapping[str, HttpClient], body: Json, clients: int
+) -> dict[str, Callable[[Sequence[Json]], Run]]:
+    """Send each server a greeting with the fields of this body, which is not measured. Returns what sends requests to
+    each."""
+    for client in asking.values():
+        client.send([{name: _GREETING.get(name, value) for name, value in body.items()}], 1)
+        client.spent = np.zeros(2)
+    return {name: partial(client.send, num_clients=clients) for name, client in asking.items()}
 
 
 def ratios_of(mine: Sequence[Run], runs: Mapping[str, Sequence[Run]]) -> Row:

@@ -176,7 +176,11 @@ def answer_of(server: str, parts: Sequence[Part]) -> Answer:
     texts = [(seconds, line.removeprefix(b"data:").strip()) for seconds, line in _lines(parts)]
     chunks = [(seconds, json.loads(text)) for seconds, text in texts if text.startswith(b"{")]
     choices = [(seconds, choice) for seconds, chunk in chunks for choice in chunk.get("choices", ())]
-    pieces = [(seconds, choice.get("token_ids") or []) for seconds, choice in choices if _has_text(choice)]
+    pieces = [
+        (seconds, choice.get("token_ids") or [])
+        for seconds, choice in choices
+        if choice.get("token_ids") or _text_of(choice)
+    ]
     total = next((chunk for _, chunk in chunks[::-1] if chunk.get("usage")), None)
     if total is None or not pieces:
         raise StartupError(f"{server} sent no text or no token counts; last chunk: {chunks[-1:]}")
@@ -184,6 +188,7 @@ def answer_of(server: str, parts: Sequence[Part]) -> Answer:
     record = (total.get("metrics") or {}).get("speculative_decoding") or {}
     return Answer(
         tuple(chain.from_iterable(token_ids for _, token_ids in pieces)) or (UNKNOWN,) * count,
+        "".join(_text_of(choice) for _, choice in choices),
         accepted_per_step=tuple(
             length for length, steps in enumerate(record.get("acceptance_histogram", ())) for _ in range(steps)
         ),
@@ -204,9 +209,9 @@ def _lines(parts: Sequence[Part]) -> Iterator[Part]:
     yield seconds, rest
 
 
-def _has_text(choice: Json) -> bool:
+def _text_of(choice: Json) -> str:
     content = choice.get("delta") or choice.get("message") or choice
-    return bool(choice.get("token_ids")) or any(map(content.get, _TEXTS))
+    return "".join(content.get(name) or "" for name in _TEXTS)
 
 
 def spent_by(pid: int | None) -> np.ndarray:
