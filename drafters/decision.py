@@ -122,6 +122,10 @@ class GainPosterior:
         """Add the drift of `steps` steps: the mean becomes less certain."""
         self._variance = min(self._first, self._variance + steps * self._drift)
 
+    def steps_until(self, sd: float) -> int:
+        """Number of steps without observations until the mean has this standard deviation."""
+        return max(0, math.ceil((sd * sd - self._variance) / self._drift))
+
     def widen(self, share: float = 1.0) -> None:
         """Add a share of the prior's variance, because weights or traffic changed; 1 makes the mean as uncertain as the
         prior."""

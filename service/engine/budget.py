@@ -206,14 +206,19 @@ class CostBudget(Budget):
         self._drafts = OnlineDraftCosts(drafts)
         self.gate = DraftGate(ledger, float(costs.verify_seconds(np.ones(1), 0.0)[0]))
         self._was_plain = False  # whether the last step was plain
+        self._resting = 0  # number of sequences for which nothing is decided until one starts or ends; 0 for none
+        self._unlearnt = [0, 0]  # plain steps that were not learnt from, and how many more need not be
         self._step_seconds = 0.0  # seconds of the last step without a prompt
         self._brought = _BROUGHT()
 
     def decide(self, load: StepLoad, *, starts: bool) -> DraftBudget:
+        if load.num_sequences == self._resting and not starts:
+            return DraftBudget(load=load, reason=load.obstacle or "suspended", drafted=False, followed=False)
         sequences = *load.decoding, *load.prefilling
         # A step with drafts loses at most its own seconds, so the last step's seconds bound the loss.
         drafts = self.gate.choose(sequences, starts=starts, step_seconds=self._step_seconds)
         chosen = {one for one, drafting in zip(sequences, drafts, strict=True) if drafting and one.may_draft}
+        self._resting = 0 if chosen or any(one.may_draft_alone for one in sequences) else load.num_sequences
         load = load.arranged(chosen)
         # Captured widths have one price each, whatever the candidates are.
         known = self.step_seconds(load, 0) if load.tree_widths is not None and load.num_drafting else None
@@ -241,6 +246,7 @@ class CostBudget(Budget):
 
     def on_weights_changed(self) -> None:
         self.gate.on_weights_changed()
+        self._resting = 0
         self._brought = _BROUGHT()
 
     def learn(self, budget: DraftBudget, stats: StepStats) -> float | None:
@@ -248,10 +254,13 @@ class CostBudget(Budget):
         stats.saved_seconds = 0.0
         if load.num_rows == load.num_decoding:
             self._step_seconds = stats.seconds
-        if self._is_known(budget):
-            self.gate.skip(load.decoding, load.num_sequences)
-            self._forwards(load).advance()
+        is_alone = budget.is_plain and not budget.followed
+        skipped, most = self._unlearnt
+        if is_alone and skipped < most:
+            self._unlearnt[0] += 1
             return None
+        self.gate.skip(load.decoding, load.num_sequences, skipped)
+        self._forwards(load).advance(skipped)
         # The gate learns before the costs: a step's seconds must not change the prediction it is compared with.
         if budget.drafted:
             self._learn_drafted(budget, stats)
@@ -259,6 +268,10 @@ class CostBudget(Budget):
             self._learn_plain(budget, stats)
         sizes = budget.num_rows, load.context, load.num_sequences
         predicted = self._costs.learn(*sizes, stats.verify_seconds, load.num_unscored)
+        # Plain steps that are known need not be learnt from: that takes 3 % of a small model's step, and more while the
+        # outputs of the step before are sent.
+        sure = is_alone and self._was_plain
+        self._unlearnt = [0, self._forwards(load).steps_until(_PLAIN_SURE) if sure else 0]
         self._was_plain = budget.is_plain
         return predicted
 
@@ -280,12 +293,6 @@ class CostBudget(Budget):
             self._brought.advance()
             return "does_not_pay"
         return "reference" if self.gate.needs_plain_step(load.drafting, load.num_sequences) else "cost"
-
-    def _is_known(self, budget: DraftBudget) -> bool:
-        """Whether learning from this plain step is skipped, because plain steps are known well enough: learning takes
-        3 % of a small model's step, and more while the outputs of the step before are sent."""
-        alone = budget.is_plain and not budget.followed and self._was_plain
-        return alone and self._forwards(budget.load).sd < _PLAIN_SURE
 
     def _plain_seconds(self, load: StepLoad) -> float:
         """Seconds of a plain step of the decoding sequences alone, without the prompts of the same step."""

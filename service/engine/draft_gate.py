@@ -30,11 +30,16 @@ class SequenceGain:
     own: GainPosterior | None = None  # gain of the sequence's own steps; None before it has drafted
     trial_steps: int = 0  # remaining steps in which the sequence drafts although its class loses
 
+    @property
+    def may_draft_alone(self) -> bool:
+        """Whether the sequence may draft although its class loses."""
+        return self.trial_steps > 0 or (self.own is not None and self.own.mean > 0.0)
+
     def drafts(self, *, class_may_gain: bool) -> bool:
         """Whether the sequence drafts, by the gain of its own steps and of its class."""
         if class_may_gain:
             return self.own is None or self.own.may_gain
-        return self.trial_steps > 0 or (self.own is not None and self.own.mean > 0.0)
+        return self.may_draft_alone
 
 
 def traffic_class(temperature: float, *, has_grammar: bool, is_filtered: bool = False) -> str:
@@ -127,13 +132,13 @@ class DraftGate:
             assert one.own is not None
             one.own.observe(gain, None if noisier == 1.0 else one.own.noise * noisier)
 
-    def skip(self, sequences: Sequence[SequenceGain], num_sequences: int) -> None:
-        """Make the posteriors of these sequences less certain, after a step in which they did not draft."""
+    def skip(self, sequences: Sequence[SequenceGain], num_sequences: int, steps: int = 1) -> None:
+        """Make the posteriors of these sequences less certain, after steps in which they did not draft."""
         for traffic in {one.traffic for one in sequences}:
-            self.gain(num_sequences, traffic).advance()
+            self.gain(num_sequences, traffic).advance(steps)
         for one in sequences:
             if one.own is not None:
-                one.own.advance()
+                one.own.advance(steps)
 
     def settle(self, traffic: str, gained_seconds: float) -> None:
         """Enter the seconds that a step gained, negative for a loss, in the account of a traffic class."""

@@ -13,9 +13,9 @@ PRODUCT = modules(*PACKAGES)
 OUTSIDE_KERNELS = modules("service", "adaptation", "drafters")
 
 CODE_LINES = {
-    "product": (PRODUCT, 35_191),
+    "product": (PRODUCT, 35_204),
     BENCHMARKS: (modules(BENCHMARKS), 6_750),
-    "tests": (modules("tests"), 40_199),
+    "tests": (modules("tests"), 40_213),
 }
 """At most so many lines of code (no blank lines, comments, docstrings) in these files."""
 NUM_FILES = 245

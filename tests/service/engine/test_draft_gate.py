@@ -13,7 +13,7 @@ from service.engine.budget import CostBudget, keep_gains, restore_gains
 from service.engine.costs import FREE
 from service.engine.draft_gate import DRAFTING, DraftGate, SequenceGain, traffic_class
 from service.engine.requests import SamplingParams
-from tests.service.engine.harness import generate, greedy, request, tiny_engine
+from tests.service.engine.harness import generate, greedy, load_of, request, tiny_engine
 from tests.service.engine.test_budget import table
 from tests.tiny_models import random_prompts
 
@@ -137,6 +137,24 @@ def known() -> CostBudget:
     policy = budget()
     taught(policy.gate, 500, {"greedy": 0.5, "warm": -0.3}, [SequenceGain("greedy"), SequenceGain("warm")])
     return policy
+
+
+def test_where_none_drafts_nothing_is_decided_until_a_sequence_starts_or_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    policy, decided, choose = budget(), list[bool](), DraftGate.choose
+
+    def noted(gate: DraftGate, sequences: Sequence[SequenceGain], *, starts: bool, step_seconds: float) -> list[bool]:
+        decided.append(starts)
+        return choose(gate, sequences, starts=starts, step_seconds=step_seconds)
+
+    monkeypatch.setattr(DraftGate, "choose", noted)
+    losing = [SequenceGain() for _ in range(2)]
+    for count in (1, 2) * 300:
+        policy.gate.gain(count).observe(-1.3)
+    for decoding, starts in ((losing, True), (losing, False), (losing[:1], False), (losing[:1], False)):
+        assert policy.decide(load_of(decoding=decoding), starts=starts).reason == "suspended"
+    assert decided == [True, False]
+    policy.on_weights_changed()
+    assert policy.decide(load_of(decoding=losing[:1]), starts=False).reason != "suspended"
 
 
 @pytest.mark.parametrize(("age", "sd"), [(0.0, "as it was"), (DAY / 2, "between"), (10 * DAY, "as at first")])
