@@ -326,6 +326,8 @@ def _weights(config: ServiceConfig, folder: Path, *, as_gguf: bool) -> Path:
     if not place.exists():
         tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
         model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.bfloat16)
+        for owner, name in ((model, "hf_quantizer"), (model.config, "quantization_config")):
+            vars(owner).pop(name, None)  # or only blocks would be saved, which the weights are not any more
         with replacing(place) as unfinished:
             tokenizer.save_pretrained(unfinished)
             model.save_pretrained(unfinished)
