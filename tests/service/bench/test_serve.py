@@ -49,7 +49,7 @@ def test_a_stream_is_read_by_the_times_of_its_chunks() -> None:
         (4.0, chunk("", [7])),
     ]
     assert answer_of("it", [*parts, (4.0, last)]) == Answer(
-        (4, 5, 6, 7), accepted_per_step=(0, 2), first_token_seconds=1.0, gaps_seconds=(1.0, 2.0), prompt_tokens=7
+        (4, 5, 6, 7), "ab\u2028", None, (0, 2), first_token_seconds=1.0, gaps_seconds=(1.0, 2.0), prompt_tokens=7
     )
 
 
