@@ -29,7 +29,7 @@ from service.learning.adaptive import build_adaptive
 
 CALLS: Mapping[str, tuple[str, ...]] = {
     "weights of learning": ("service.engine.accounting:StepAccounting.start_step",),
-    "schedule": ("service.engine.scheduler:Scheduler.schedule", "service.engine.engine:Engine._claim_slots"),
+    "schedule": ("service.engine.scheduler:Scheduler.schedule", "service.engine.engine:Engine._next_batch"),
     "decide the budget": ("service.engine.drafting:DraftStage.arrange",),
     "inputs of drafting": ("service.engine.drafting:DraftStage._limits",),
     "grow: memory": ("drafters.memory.drafter:MemoryDrafter.recall",),
