@@ -130,9 +130,8 @@ class MemoryDrafter(Drafter):
     def commit(self, committed: Committed) -> None:
         network, target_tokens = self._network, committed.result.target_tokens
         observe = None if network is None else network.end_step()
-        is_plain = not (committed.follow or self._late.has_grown or committed.tree.width)
         records = network is not None and network.drafter.wants_scores
-        late = is_plain and not records
+        late = not (committed.follow or self._late.has_grown or committed.tree.width or records)
         if late and committed.host is not None:  # a suspended memory leaves the token of each row to `_catch_up`
             for row, root in zip(committed.host.rows, committed.host.roots, strict=True):
                 if root - self._late.known.setdefault(row, root + 1) >= MAX_DEPTH:  # as many as a path has

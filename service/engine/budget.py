@@ -259,8 +259,9 @@ class CostBudget(Budget):
         if is_alone and skipped < most:
             self._unlearnt[0] += 1
             return None
-        self.gate.skip(load.decoding, load.num_sequences, skipped)
-        self._forwards(load).advance(skipped)
+        if skipped:
+            self.gate.skip(load.decoding, load.num_sequences, skipped)
+            self._forwards(load).advance(skipped)
         # The gate learns before the costs: a step's seconds must not change the prediction it is compared with.
         if budget.drafted:
             self._learn_drafted(budget, stats)
