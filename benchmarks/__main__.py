@@ -36,6 +36,7 @@ from benchmarks import (
     side_channel,
     soak,
     step_costs,
+    trees,
 )
 from service.bench.commands import command
 from service.cli import STARTUP_EXIT_CODE, with_settings
@@ -67,6 +68,7 @@ EXPERIMENTS: dict[str, Callable[..., bool]] = {
     "side-channel": side_channel.run,
     "soak": soak.run,
     "step-costs": step_costs.run,
+    "trees": trees.run,
 }
 
 app = typer.Typer(help=__doc__, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)

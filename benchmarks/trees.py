@@ -1,0 +1,202 @@
+"""`python -m benchmarks trees`: trees against chains of the same drafter, with as many nodes in every step.
+
+A chain has the likeliest token at each depth. Forwards of a chain begin one block, at its end; those of a tree begin as
+many as configured, where a block gains most. All forwards run in every step. Prompts are answered by turns; steps that
+read prompts count as seconds and not as forwards.
+"""
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import chain, product
+from math import comb
+from typing import Annotated
+
+import torch
+import typer
+from torch import Tensor
+
+from benchmarks.draft_records import DrafterProxy, SteeredDrafter
+from benchmarks.kinds import Kind, kinds_of
+from drafters.network.blocks import TrainedWeights
+from drafters.protocol import Noise
+from drafters.tree import Candidates, DraftTree
+from kernels.lattice import Lattice, Picked, StartNodes
+from kernels.ops import Ops
+from service.assembly import Assembly
+from service.bench.commands import AnswerTokens, MorePromptFiles, Out, PromptFiles, Seed, Temperatures, numbers
+from service.bench.driver import Run, generate
+from service.bench.experiment import (
+    PLAIN,
+    Contestant,
+    Measure,
+    Row,
+    conclude,
+    counted,
+    mismatches,
+    plain_engine,
+    prepare,
+    rate_ratio,
+    read_sets,
+    shown,
+    speed_ratio,
+    table_of,
+    take_turns,
+    tau,
+    warm_up,
+)
+from service.config import LoadedConfig
+from service.engine.budget import FixedBudget
+
+TREE, CHAIN, AGAIN = "tree", "chain", "again"
+
+
+class Chains(DrafterProxy):
+    """Keeps the likeliest child of each node of a drafter's trees, from the root down."""
+
+    def grow(self, rows: Tensor, noise: Noise) -> Candidates:
+        """As `Drafter`. rows [batch] int64"""
+        return chain_of(self.drafter.grow(rows, noise))
+
+
+def chain_of(tree: DraftTree) -> DraftTree:
+    """Return each tree's likeliest child of the root, its likeliest child, and so on, as trees of the same width."""
+    batch, width = tree.tokens.shape
+    chosen = torch.zeros(batch, width, dtype=torch.int64)
+    counts = torch.zeros_like(tree.num_nodes)
+    parents, survival = tree.parents.tolist(), tree.survival.tolist()
+    for index, count in enumerate(tree.num_nodes.tolist()):
+        path, at = list[int](), -1
+        while below := [node for node in range(count) if parents[index][node] == at]:
+            path.append(at := max(below, key=survival[index].__getitem__))
+        chosen[index, : len(path)], counts[index] = torch.tensor(path, dtype=torch.int64), len(path)
+    places = torch.arange(width).expand(batch, -1)
+    tokens, kept = tree.tokens.gather(1, chosen), tree.survival.gather(1, chosen)
+    return DraftTree(tokens, (places - 1).contiguous(), (places + 1).contiguous(), kept, num_nodes=counts)
+
+
+def chain_weights(weights: TrainedWeights) -> TrainedWeights:
+    """Return these weights with ops by which every forward adds one chain, at the end of the one before."""
+    network = copy.copy(weights.network)
+    grow = weights.network.ops.grow_lattice
+
+    def grown(
+        origin: StartNodes, tokens: Tensor, predicted: Tensor, trust: Tensor, first: int, least: float, starts: int
+    ) -> tuple[Lattice, Picked]:
+        block, ranks = trust.shape
+        likeliest = torch.where(torch.arange(ranks) == 0, predicted, 0.0)
+        lattice, _ = grow(origin, tokens, likeliest, trust, first, least, starts)
+        end = torch.full((len(tokens), starts), (block - 1) * ranks)
+        begun = StartNodes(first + end, lattice.depths.gather(1, end), lattice.survival.gather(1, end))
+        return lattice, Picked(begun, tokens.flatten(1).gather(1, end), torch.zeros_like(end), end // ranks)
+
+    network.ops = Ops(**{**vars(network.ops), "grow_lattice": grown})
+    return replace(weights, network=network, starts=1)
+
+
+def run(
+    loaded: LoadedConfig,
+    kinds: Annotated[
+        str,
+        typer.Option(metavar="KIND[=FOLDER],...", help="Drafters to compare, each with the weights in its folder."),
+    ],
+    prompts: PromptFiles,
+    more_prompts: MorePromptFiles = None,
+    limit: Annotated[int, typer.Option(min=1, help="Prompts of each file.")] = 5,
+    temperature: Temperatures = [0.0, 1.0],  # noqa: B006  # read as a signature, never changed
+    max_tokens: AnswerTokens = 64,
+    nodes: Annotated[str, typer.Option(metavar="N,...", help="Nodes of trees and chains.")] = "2,4,8,16",
+    seed: Seed = 0,
+    out: Out = None,
+) -> bool:
+    """Compare trees with chains of the same drafter: tokens a forward, and seconds. Exit code 1 if any token differs
+    from plain decoding."""
+    counts, rows = sorted(numbers(nodes)), list[Row]()
+    measures = [Measure(value, max_tokens, 1, seed) for value in temperature]
+    for kind in kinds_of(kinds):
+        folder = kind.folder or loaded.config.drafter_path
+        changes = {"drafter": kind.name, "drafter_path": folder, "max_budget": max(loaded.config.max_budget, *counts)}
+        assembly = prepare(loaded.config.model_copy(update=changes), out)
+        sets = read_sets(assembly, (*prompts, *(more_prompts or ())), limit, max_tokens)
+        chosen = list(chain.from_iterable(one.prompts for one in sets))
+        rows += _rows_of(assembly, kind, chosen, measures, counts)
+    differ = sum(row["mismatched_tokens"] for row in rows)
+    columns = [(name, partial(_cell, name)) for name in rows[0] if name != "mismatched_tokens"]
+    table = table_of(columns, rows, caption=_CAPTION, section=lambda row: (row["kind"], row["temperature"]))
+    return conclude(assembly, out, rows, {"mismatched_tokens": differ, "prompts": len(chosen)}, table)
+
+
+def _rows_of(
+    assembly: Assembly,
+    kind: Kind,
+    prompts: Sequence[Sequence[int]],
+    measures: Sequence[Measure],
+    counts: Sequence[int],
+) -> list[Row]:
+    """Return a row for each temperature and number of nodes."""
+    contestants: dict[str, Contestant] = {PLAIN: partial(generate, plain_engine(assembly))}
+    for shape, count in (*product((TREE, CHAIN), counts), (AGAIN, counts[-1])):
+        is_chain = shape == CHAIN
+        weights = assembly.weights if not is_chain or assembly.weights is None else chain_weights(assembly.weights)
+        drafter = assembly.drafter(weights=weights)
+        steered = SteeredDrafter(Chains(drafter).as_drafter() if is_chain else drafter)
+        steered.hides_times = True
+        contestants[f"{shape} {count}"] = partial(generate, assembly.engine(steered.as_drafter(), FixedBudget(count)))
+    warm_up(contestants, prompts[0], measures[0])
+    with counted(len(measures) * len(prompts), kind.title) as advance:
+        runs = [take_turns(prompts, contestants, measure, advance) for measure in measures]
+    return [
+        {"kind": kind.title, "temperature": measure.temperature, "nodes": count, **compared(mine, count, counts)}
+        for measure, mine in zip(measures, runs, strict=True)
+        for count in counts
+    ]
+
+
+def compared(runs: Mapping[str, Sequence[Run]], count: int, counts: Sequence[int]) -> Row:
+    """Compare trees of so many nodes with chains of as many in tokens a forward, and with the fastest chain of at most
+    as many in tokens a second; also chains with the same plain decoding."""
+    tree, deepest = runs[f"{TREE} {count}"], runs[f"{CHAIN} {count}"]
+    chains = {depth: runs[f"{CHAIN} {depth}"] for depth in counts if depth <= count}
+    fastest = max(chains, key=lambda depth: speed_ratio(chains[depth], runs[PLAIN])[0])
+    more, fewer, p = sign_test(tree, deepest)
+    return {
+        "tree_tokens": tau(tree),
+        "chain_tokens": tau(deepest),
+        "tokens": rate_ratio(_rates(tree), _rates(deepest)),
+        "prompts_more": more,
+        "prompts_fewer": fewer,
+        "sign_test_p": p,
+        "fastest_chain": fastest,
+        "seconds": speed_ratio(tree, chains[fastest]),
+        "tree_over_plain": speed_ratio(tree, runs[PLAIN]),
+        "chain_over_plain": speed_ratio(chains[fastest], runs[PLAIN]),
+        "noise": speed_ratio(runs[f"{AGAIN} {counts[-1]}"], runs[f"{TREE} {counts[-1]}"]),
+        "mismatched_tokens": sum(mismatches(runs[PLAIN], some) for some in (tree, deepest)),
+    }
+
+
+def _rates(runs: Sequence[Run]) -> list[tuple[float, float]]:
+    steps = [[count for answer in run.answers for count in answer.accepted_per_step] for run in runs]
+    return [(len(some) + sum(some), len(some)) for some in steps]
+
+
+def sign_test(mine: Sequence[Run], others: Sequence[Run]) -> tuple[int, int, float]:
+    """Return the number of prompts with more and with fewer tokens a forward, and the probability of a split at least
+    as uneven if both were equally likely."""
+    ratios = [one[0] * other[1] - other[0] * one[1] for one, other in zip(_rates(mine), _rates(others), strict=True)]
+    more, fewer = sum(value > 0 for value in ratios), sum(value < 0 for value in ratios)
+    tail = sum(comb(more + fewer, count) for count in range(min(more, fewer) + 1)) / 2 ** (more + fewer)
+    return more, fewer, min(1.0, 2 * tail)
+
+
+def _cell(name: str, row: Row) -> str:
+    value = row[name]
+    return shown(value) if isinstance(value, tuple) else f"{value:.3g}" if isinstance(value, float) else str(value)
+
+
+_CAPTION = (
+    "tokens: a forward, over those of a chain of as many nodes; seconds: tokens a second over those of the fastest "
+    "chain of at most as many; over_plain: tokens a second over plain decoding's; noise: those "
+    "of the largest trees over themselves"
+)
