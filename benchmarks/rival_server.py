@@ -9,6 +9,7 @@ import signal
 import sys
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from threading import Lock
 from typing import Any, NamedTuple
 
@@ -37,7 +38,7 @@ class Asked(NamedTuple):
 
 
 def serve_llama_cpp(model: str, port: int, clients: int, options: dict[str, Any]) -> None:
-    """Serve a GGUF file with the server of llama.cpp. Options are attributes of its parameters by their paths."""
+    """Serve a GGUF file with the server of llama.cpp. Options are the kind of drafts and their attributes."""
     import xllamacpp
 
     params = xllamacpp.CommonParams()
@@ -45,32 +46,28 @@ def serve_llama_cpp(model: str, port: int, clients: int, options: dict[str, Any]
     params.cpuparams.n_threads = params.cpuparams_batch.n_threads = int(os.environ["OMP_NUM_THREADS"])
     params.cache_ram_mib, params.verbosity = 0, 1
     params.n_parallel, params.n_ctx = clients, CONTEXT * clients
-    kinds = options.pop("speculative.types", [])
-    params.speculative.types = [
-        getattr(xllamacpp.common_speculative_type, f"COMMON_SPECULATIVE_TYPE_{kind}") for kind in kinds or ["NONE"]
-    ]
+    kind = options.pop("kind", "NONE")
+    params.speculative.types = [getattr(xllamacpp.common_speculative_type, f"COMMON_SPECULATIVE_TYPE_{kind}")]
     for path, value in options.items():
-        *outer, last = path.split(".")
-        part = params
-        for name in outer:
-            part = getattr(part, name)
-        setattr(part, last, value)
+        part, name = path.split(".")
+        setattr(getattr(params.speculative, part), name, value)
     server = xllamacpp.Server(params)
     print(server.listening_address, flush=True)
     signal.pause()
 
 
 def serve_vllm(model: str, port: int, clients: int, options: dict[str, Any]) -> None:
-    """Become the server of vLLM. Options are those of its command line."""
-    os.environ["VLLM_CPU_OMP_THREADS_BIND"] = f"0-{int(os.environ['OMP_NUM_THREADS']) - 1}"
+    """Become the server of vLLM. Options are those of its command line, and the number of `cores` that compute."""
+    cores = sorted(os.sched_getaffinity(0))[: options.pop("cores", int(os.environ.pop("OMP_NUM_THREADS")))]
+    os.environ["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, cores))
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+    libraries = [path for name in ("libiomp5.so", "libtcmalloc*.so*") for path in Path(sys.prefix, "lib").glob(name)]
+    os.environ["LD_PRELOAD"] = ":".join(map(str, libraries))  # as its documentation asks for
     given = {"model": model, "host": "127.0.0.1", "port": port, "max-model-len": CONTEXT, "generation-config": "vllm"}
-    words = [word for name, value in {**given, **options}.items() for word in (f"--{name}", _word(value))]
+    words = []
+    for name, value in {**given, **options}.items():
+        words += [f"--{name}", json.dumps(value) if isinstance(value, dict) else str(value)]
     os.execv(sys.executable, [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *words])
-
-
-def _word(value: Any) -> str:
-    return json.dumps(value) if isinstance(value, dict) else str(value)
 
 
 def serve_openvino(model: str, port: int, clients: int, options: dict[str, Any]) -> None:

