@@ -49,7 +49,6 @@ from service.errors import StartupError
 SERVED, OBSERVED = "served", "observed"
 """SERVED stands for a number of nodes: the budget as it is configured."""
 
-_CONTOURS = (0.8, 1.0, 1.25, 1.5, 2.0, 3.0)
 _DEEPEST = 8  # depths whose acceptance is reported
 
 
@@ -124,8 +123,8 @@ def run(
     seed: Seed = 0,
     out: Out = None,
 ) -> bool:
-    """Compare kinds of drafters: how well they predict, tau, cost and speedup, with a picture next to --out. Exit code
-    1 if any token differs from plain decoding."""
+    """Compare kinds of drafters: how well they predict, tau, cost and speedup. Exit code 1 if any token differs
+    from plain decoding."""
     baselines.register()
     compared, budgets = kinds_of(kinds), budgets_of(nodes)
     measures = [Measure(value, max_tokens, concurrency, seed) for value in dict.fromkeys(temperature)]
@@ -138,8 +137,6 @@ def run(
         sets = read_sets(assembly, prompts, queries, max_tokens)
         rows += _rows_of(assembly, kind, list(chain.from_iterable(one.prompts for one in sets)), measures, budgets)
     mismatched = sum(row["mismatched_tokens"] for row in rows)
-    if out is not None:
-        plot_kinds(rows, out.with_suffix(".png"))
     return conclude(assembly, out, rows, {"kinds": len(compared), "mismatched_tokens": mismatched}, *tables_of(rows))
 
 
@@ -226,36 +223,6 @@ def _mean(values: Sequence[float]) -> float:
 def _alpha(accepted: Sequence[int]) -> list[float]:
     reached = [sum(count >= depth for count in accepted) for depth in range(_DEEPEST + 1)]
     return [there / before for before, there in pairwise(reached) if before]
-
-
-def plot_kinds(rows: Sequence[Row], file: Path) -> None:
-    """Plot tokens per step over the cost of a step, with lines of equal speedup. Lines join the fixed trees of a kind;
-    a hollow mark is the served budget."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7.5, 6.0), layout="constrained")
-    axes = figure.subplots()
-    groups: dict[tuple[str, float], list[Row]] = {}
-    for row in rows:
-        groups.setdefault((row["kind"], row["temperature"]), []).append(row)
-    for (kind, temperature), mine in groups.items():
-        fixed = [row for row in mine if row["nodes"] != SERVED]
-        costs, taus = [row["step_cost"] for row in fixed], [row["tau"] for row in fixed]
-        (line,) = axes.plot(costs, taus, marker="o", linewidth=0.8, label=f"{kind}, T = {temperature:g}")
-        for row in mine:
-            if row["nodes"] == SERVED:
-                axes.plot(row["step_cost"], row["tau"], "o", markerfacecolor="none", color=line.get_color())
-            axes.annotate(row["nodes"], (row["step_cost"], row["tau"]), fontsize=7)
-    dearest, most = max([1.5, *(row["step_cost"] for row in rows)]), 1.1 * max(row["tau"] for row in rows)
-    for speedup in _CONTOURS:
-        end = min(dearest, most / speedup)
-        axes.plot([1.0, end], [speedup, speedup * end], color="grey", linewidth=0.6, linestyle=":")
-        axes.annotate(f"x{speedup:g}", (end, speedup * end), fontsize=7, color="grey", va="top")
-    axes.set_xlabel("a step, in plain steps")
-    axes.set_ylabel("tokens per step")
-    axes.set_ylim(0.9, most)
-    axes.legend(fontsize=7)
-    figure.savefig(file, dpi=120)
 
 
 def tables_of(rows: Sequence[Row]) -> tuple[Table, Table]:

@@ -8,9 +8,11 @@ intervals.
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import median
 
+from benchmarks.rivals import cell_of
 from service.bench.experiment import Row, shown
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -33,7 +35,7 @@ def table(titles: Sequence[str], lines: Iterable[Sequence[object]]) -> str:
 
 def bars(values: Mapping[str, float]) -> str:
     """Format a chart: a line with a bar for each value."""
-    longest, width = max(values.values()), max(map(len, values))
+    longest, width = max(values.values(), default=1.0), max(map(len, values), default=0)
     lines = (f"{name:{width}} {'█' * round(_WIDTH * value / longest)} {value:.2f}\n" for name, value in values.items())
     return f"```\n{''.join(lines)}```\n"
 
@@ -75,7 +77,7 @@ def engines_table() -> str:
     lines = []
     for name, by_way in _runs().items():
         rows = next(iter(by_way.values()))
-        keys = "output_throughput", "median_ttft_ms", "memory_megabytes"
+        keys = "output_throughput", "median_ttft_ms", "resident_megabytes"
         figures = (f"{median(row[key] for row in rows):.0f}" if key in rows[0] else "" for key in keys)
         texts = (f"{rows[0][key]} of {rows[0]['completed']}" for key in ("same_as_own_plain", "same_as_plain"))
         lines.append([name, *figures, _ratio([row["over_own_plain"][0] for row in rows]), *texts])
@@ -91,52 +93,49 @@ def speed_chart() -> str:
     return bars({name: value / over["llama.cpp plain"] for name, value in over.items()})
 
 
-def modes_table(name: str) -> Callable[[], str]:
-    """Return what formats all modes of a result beside their engine's own plain decoding and ours."""
+def modes_table(name: str) -> str:
+    """All modes of a result, beside their engine's own plain decoding and ours."""
+    rows = [row for row in rows_of(name) if row["engine"] == row["beside"]]
+    keys = "clients", "output_throughput", "over_own_plain", "plain_over", "default_over"
+    lines = ([_name(row), _way(row), *(cell_of(key, row) for key in keys), _short(row)] for row in rows)
+    titles = (
+        "mode",
+        "sampling",
+        "clients",
+        "tokens/s",
+        "over its own plain",
+        "ours without drafts over it",
+        "ours by default",
+    )
+    return table([*titles, "fails"], lines)
 
-    def format_table() -> str:
-        rows = [row for row in rows_of(name) if row["engine"] == row["beside"]]
-        keys = "over_own_plain", "plain_over", "default_over"
-        lines = (
-            [_name(row), _way(row), row["clients"], *(shown(row[key]) if key in row else "failed" for key in keys)]
-            for row in rows
-        )
-        titles = "mode", "sampling", "clients", "over its own plain", "ours without drafts over it", "ours by default"
-        return table(titles, lines)
 
-    return format_table
-
-
-def sets_chart() -> str:
-    """Ours by default over another engine, by set of prompts."""
-    rows = rows_of("rivals-sets-cpu.json")[-1:]
-    return "".join(bars({name: one["default_over"][0] for name, one in row["by_set"].items()}) for row in rows)
+def _short(row: Row) -> str:
+    return str(row.get("failure", "")).strip().rpartition("\n")[2][:80]
 
 
 def sets_table() -> str:
-    """Ours without drafts and by default over another engine, by set of prompts."""
+    """Ours without drafts and by default over another engine, by set of prompts, and bars of the latter."""
     sets = {name: one for row in rows_of("rivals-sets-cpu.json")[-1:] for name, one in row["by_set"].items()}
     lines = ([name, *(shown(one[key]) for key in ("plain_over", "default_over"))] for name, one in sets.items())
-    return table(["prompts", "without drafts", "default"], lines)
+    chart = bars({name: one["default_over"][0] for name, one in sets.items()})
+    return f"{table(['prompts', 'without drafts', 'default'], lines)}\n{chart}"
 
 
 def trees_table() -> str:
-    """Trees over chains of the same drafter."""
-    keys = "tree_tokens", "chain_tokens"
+    """Trees over chains of the same drafter, and bars of tokens a forward with 8 nodes."""
+    keys = "tree_tokens", "chain_tokens", "tree_nodes", "chain_nodes", "tokens", "sign_test_p", "seconds"
+    more = "tree_over_plain", "chain_over_plain", "noise"
+    rows = rows_of("trees-cpu.json")
     lines = (
-        [row["kind"], row["temperature"], row["nodes"], *(f"{row[key]:.2f}" for key in keys), shown(row["tokens"])]
-        + [f"{row['prompts_more']}:{row['prompts_fewer']}, {row['sign_test_p']:.2g}"]
-        + [shown(row[key]) for key in ("seconds", "tree_over_plain", "chain_over_plain", "noise")]
-        for row in rows_of("trees-cpu.json")
+        [cell_of(key, row) for key in ("kind", "temperature", "nodes", *keys[:5])]
+        + [f"{row['prompts_more']}:{row['prompts_fewer']}", *(cell_of(key, row) for key in (*keys[5:], *more))]
+        for row in rows
     )
-    titles = "drafter", "T", "nodes", "tokens a forward, tree", "chain", "tree over chain", "prompts more:fewer, p"
-    return table([*titles, "seconds", "tree over plain", "chain over plain", "A/A"], lines)
-
-
-def trees_chart() -> str:
-    """Tokens a forward of trees over those of chains with 8 nodes."""
-    chosen = [row for row in rows_of("trees-cpu.json") if row["nodes"] == _NODES]
-    return bars({f"{row['kind']}, T = {row['temperature']:g}": row["tokens"][0] for row in chosen})
+    titles = "drafter", "T", "nodes", "tokens a forward, tree", "chain", "mean nodes, tree", "chain", "tree over chain"
+    tail = "prompts more:fewer", "p", "tokens/s over the fastest chain", "tree over plain", "chain over plain", "A/A"
+    ratios = {f"{row['kind']}, T = {row['temperature']:g}": row["tokens"][0] for row in rows if row["nodes"] == _NODES}
+    return f"{table([*titles, *tail], lines)}\n{bars(ratios)}"
 
 
 _NODES = 8
@@ -144,13 +143,9 @@ PARTS: Mapping[str, Callable[[], str]] = {
     "main": main_table,
     "engines": engines_table,
     "speed": speed_chart,
-    "search": modes_table("rivals-search-cpu.json"),
-    "clients": modes_table("rivals-clients-cpu.json"),
-    "deep": modes_table("rivals-deep-cpu.json"),
+    **{name: partial(modes_table, f"rivals-{name}-cpu.json") for name in ("search", "clients", "deep")},
     "sets": sets_table,
-    "kinds": sets_chart,
     "trees": trees_table,
-    "chains": trees_chart,
 }
 
 

@@ -1,8 +1,9 @@
 """`python -m benchmarks trees`: trees against chains of the same drafter, with as many nodes in every step.
 
-A chain has the likeliest token at each depth. Forwards of a chain begin one block, at its end; those of a tree begin as
-many as configured, where a block gains most. All forwards run in every step. Prompts are answered by turns; steps that
-read prompts count as seconds and not as forwards.
+A chain is the path with the largest sum of survival. A network grows it by as many forwards as it has blocks, each with
+one block at the end of the one before; trees are grown as configured, and a block begins where it gains most. A node
+that is accepted in less than one step in 400 is drafted by neither. Prompts are answered by turns; the memory of past
+answers is empty before each temperature.
 """
 
 import copy
@@ -16,14 +17,17 @@ from typing import Annotated
 import torch
 import typer
 from torch import Tensor
+from torch.nn.functional import pad
 
-from benchmarks.draft_records import DrafterProxy, SteeredDrafter
+from benchmarks.draft_records import SteeredDrafter
 from benchmarks.kinds import Kind, kinds_of
+from benchmarks.rivals import cell_of
 from drafters.network.blocks import TrainedWeights
 from drafters.protocol import Noise
 from drafters.tree import Candidates, DraftTree
 from kernels.lattice import Lattice, Picked, StartNodes
 from kernels.ops import Ops
+from kernels.trees import accumulated, ancestor_matrix, likeliest_nodes
 from service.assembly import Assembly
 from service.bench.commands import AnswerTokens, MorePromptFiles, Out, PromptFiles, Seed, Temperatures, numbers
 from service.bench.driver import Run, generate
@@ -39,7 +43,6 @@ from service.bench.experiment import (
     prepare,
     rate_ratio,
     read_sets,
-    shown,
     speed_ratio,
     table_of,
     take_turns,
@@ -52,34 +55,31 @@ from service.engine.budget import FixedBudget
 TREE, CHAIN, AGAIN = "tree", "chain", "again"
 
 
-class Chains(DrafterProxy):
-    """Keeps the likeliest child of each node of a drafter's trees, from the root down."""
+class Chains(SteeredDrafter):
+    """Keeps one chain of each of a drafter's trees."""
+
+    count = 1  # largest number of nodes
 
     def grow(self, rows: Tensor, noise: Noise) -> Candidates:
         """As `Drafter`. rows [batch] int64"""
-        return chain_of(self.drafter.grow(rows, noise))
+        return chain_of(super().grow(rows, noise), self.count)
 
 
-def chain_of(tree: DraftTree) -> DraftTree:
-    """Return each tree's likeliest child of the root, its likeliest child, and so on, as trees of the same width."""
-    batch, width = tree.tokens.shape
-    chosen = torch.zeros(batch, width, dtype=torch.int64)
-    counts = torch.zeros_like(tree.num_nodes)
-    parents, survival = tree.parents.tolist(), tree.survival.tolist()
-    for index, count in enumerate(tree.num_nodes.tolist()):
-        path, at = list[int](), -1
-        while below := [node for node in range(count) if parents[index][node] == at]:
-            path.append(at := max(below, key=survival[index].__getitem__))
-        chosen[index, : len(path)], counts[index] = torch.tensor(path, dtype=torch.int64), len(path)
-    places = torch.arange(width).expand(batch, -1)
-    tokens, kept = tree.tokens.gather(1, chosen), tree.survival.gather(1, chosen)
-    return DraftTree(tokens, (places - 1).contiguous(), (places + 1).contiguous(), kept, num_nodes=counts)
+def chain_of(tree: DraftTree, count: int) -> DraftTree:
+    """Return each tree's path of at most `count` nodes with the largest sum of survival."""
+    if tree.width == 0:
+        return tree
+    sums = accumulated(pad(tree.survival, (0, 1)), tree.parents, torch.add)
+    end = sums.masked_fill(~tree.valid | (tree.depths > count), -1.0).argmax(1)
+    path = ancestor_matrix(tree.parents)[torch.arange(tree.batch), end] & tree.valid
+    return likeliest_nodes(tree._replace(survival=tree.survival * path), tree.width)[0]
 
 
-def chain_weights(weights: TrainedWeights) -> TrainedWeights:
-    """Return these weights with ops by which every forward adds one chain, at the end of the one before."""
-    network = copy.copy(weights.network)
-    grow = weights.network.ops.grow_lattice
+def chain_weights(weights: TrainedWeights, count: int) -> TrainedWeights:
+    """Return these weights with ops by which every forward adds one block at the end of the one before, and with as
+    many forwards as a chain of so many nodes needs."""
+    network, config = copy.copy(weights.network), weights.network.config
+    grow, further = network.ops.grow_lattice, config.trained_blocks > 1 and not network.traits.one_forward
 
     def grown(
         origin: StartNodes, tokens: Tensor, predicted: Tensor, trust: Tensor, first: int, least: float, starts: int
@@ -92,7 +92,8 @@ def chain_weights(weights: TrainedWeights) -> TrainedWeights:
         return lattice, Picked(begun, tokens.flatten(1).gather(1, end), torch.zeros_like(end), end // ranks)
 
     network.ops = Ops(**{**vars(network.ops), "grow_lattice": grown})
-    return replace(weights, network=network, starts=1)
+    blocks = -(-count // config.block_size) if further else weights.blocks
+    return replace(weights, network=network, blocks=blocks, starts=1)
 
 
 def run(
@@ -116,13 +117,14 @@ def run(
     measures = [Measure(value, max_tokens, 1, seed) for value in temperature]
     for kind in kinds_of(kinds):
         folder = kind.folder or loaded.config.drafter_path
-        changes = {"drafter": kind.name, "drafter_path": folder, "max_budget": max(loaded.config.max_budget, *counts)}
+        largest = max(loaded.config.max_budget, *counts)
+        changes = {"drafter": kind.name, "drafter_path": folder, "max_budget": largest, "budget_policy": "fixed"}
         assembly = prepare(loaded.config.model_copy(update=changes), out)
         sets = read_sets(assembly, (*prompts, *(more_prompts or ())), limit, max_tokens)
         chosen = list(chain.from_iterable(one.prompts for one in sets))
         rows += _rows_of(assembly, kind, chosen, measures, counts)
     differ = sum(row["mismatched_tokens"] for row in rows)
-    columns = [(name, partial(_cell, name)) for name in rows[0] if name != "mismatched_tokens"]
+    columns = [(name, partial(cell_of, name)) for name in rows[0] if name != "mismatched_tokens"]
     table = table_of(columns, rows, caption=_CAPTION, section=lambda row: (row["kind"], row["temperature"]))
     return conclude(assembly, out, rows, {"mismatched_tokens": differ, "prompts": len(chosen)}, table)
 
@@ -136,16 +138,22 @@ def _rows_of(
 ) -> list[Row]:
     """Return a row for each temperature and number of nodes."""
     contestants: dict[str, Contestant] = {PLAIN: partial(generate, plain_engine(assembly))}
+    drafters: list[SteeredDrafter] = []
     for shape, count in (*product((TREE, CHAIN), counts), (AGAIN, counts[-1])):
-        is_chain = shape == CHAIN
-        weights = assembly.weights if not is_chain or assembly.weights is None else chain_weights(assembly.weights)
-        drafter = assembly.drafter(weights=weights)
-        steered = SteeredDrafter(Chains(drafter).as_drafter() if is_chain else drafter)
-        steered.hides_times = True
-        contestants[f"{shape} {count}"] = partial(generate, assembly.engine(steered.as_drafter(), FixedBudget(count)))
+        weights, steer = assembly.weights, SteeredDrafter if shape != CHAIN else Chains
+        if shape == CHAIN and weights is not None:
+            weights = chain_weights(weights, count)
+        drafters.append(steer(assembly.drafter(weights=weights)))
+        vars(drafters[-1]).update(hides_times=True, count=count)
+        engine = assembly.engine(drafters[-1].as_drafter(), FixedBudget(count))
+        contestants[f"{shape} {count}"] = partial(generate, engine)
     warm_up(contestants, prompts[0], measures[0])
+    runs = list[dict[str, list[Run]]]()
     with counted(len(measures) * len(prompts), kind.title) as advance:
-        runs = [take_turns(prompts, contestants, measure, advance) for measure in measures]
+        for measure in measures:
+            for drafter in drafters:
+                drafter.drafter.forget()
+            runs.append(take_turns(prompts, contestants, measure, advance))
     return [
         {"kind": kind.title, "temperature": measure.temperature, "nodes": count, **compared(mine, count, counts)}
         for measure, mine in zip(measures, runs, strict=True)
@@ -163,6 +171,8 @@ def compared(runs: Mapping[str, Sequence[Run]], count: int, counts: Sequence[int
     return {
         "tree_tokens": tau(tree),
         "chain_tokens": tau(deepest),
+        "tree_nodes": _nodes(tree),
+        "chain_nodes": _nodes(deepest),
         "tokens": rate_ratio(_rates(tree), _rates(deepest)),
         "prompts_more": more,
         "prompts_fewer": fewer,
@@ -181,6 +191,11 @@ def _rates(runs: Sequence[Run]) -> list[tuple[float, float]]:
     return [(len(some) + sum(some), len(some)) for some in steps]
 
 
+def _nodes(runs: Sequence[Run]) -> float:
+    drafted = [step.stats.drafted_nodes for run in runs for step in run.steps if step.stats.drafts]
+    return sum(drafted) / max(1, len(drafted))
+
+
 def sign_test(mine: Sequence[Run], others: Sequence[Run]) -> tuple[int, int, float]:
     """Return the number of prompts with more and with fewer tokens a forward, and the probability of a split at least
     as uneven if both were equally likely."""
@@ -188,11 +203,6 @@ def sign_test(mine: Sequence[Run], others: Sequence[Run]) -> tuple[int, int, flo
     more, fewer = sum(value > 0 for value in ratios), sum(value < 0 for value in ratios)
     tail = sum(comb(more + fewer, count) for count in range(min(more, fewer) + 1)) / 2 ** (more + fewer)
     return more, fewer, min(1.0, 2 * tail)
-
-
-def _cell(name: str, row: Row) -> str:
-    value = row[name]
-    return shown(value) if isinstance(value, tuple) else f"{value:.3g}" if isinstance(value, float) else str(value)
 
 
 _CAPTION = (

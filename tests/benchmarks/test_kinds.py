@@ -76,7 +76,6 @@ def test_the_command_compares_kinds(run: Callable[..., tuple[int, str]], tmp_pat
         assert row["kind"] == "memory" or 0 <= row["covered"]["1"] <= row["covered"]["8"] <= 1
     for words in ("top 8", "right by rank", "TVD", "ECE, corrected", "withheld"):
         assert words in output
-    assert out.with_suffix(".png").stat().st_size > 1000
 
 
 # A growing server: who is compared.

@@ -25,7 +25,14 @@ def measure(
 
     def measure(engines: str) -> tuple[list[Row], str]:
         code, output = run(
-            *("rivals --max-tokens 8 --limit 3 --sampling", '{"temperature":0}', "--engines", engines, "--prompts", prompts),
+            *(
+                "rivals --max-tokens 8 --limit 3 --sampling",
+                '{"temperature":0}',
+                "--engines",
+                engines,
+                "--prompts",
+                prompts,
+            ),
             *("--out", out, "--model", model, "--load-dtype", "float32", "--device", "cpu", "--threads", 1),
             *("--max-model-len", 256, "--state-dir", tmp_path),
         )

@@ -20,14 +20,17 @@ def tree(tokens: list[int], parents: list[int], depths: list[int], survival: lis
     return DraftTree(ids, below, levels, likely, num_nodes=torch.tensor([count]))
 
 
-def test_a_chain_is_the_likeliest_child_of_each_node() -> None:
-    given = tree([5, 6, 7, 8, 9, 4], [-1, -1, 0, 1, 3, 3], [1, 1, 2, 2, 3, 3], [0.3, 0.6, 0.29, 0.5, 0.1, 0.9], 5)
-    found = chain_of(given)
+def test_a_chain_is_the_path_with_the_largest_sum_of_survival() -> None:
+    given = tree([5, 6, 7, 8, 9, 4], [-1, -1, 0, 0, 2, 1], [1, 1, 2, 2, 3, 2], [0.5, 0.6, 0.4, 0.3, 0.2, 0.9], 5)
+    found = chain_of(given, 4)
     assert found.num_nodes.tolist() == [3]
-    assert found.tokens[0, :3].tolist() == [6, 8, 9]
+    assert found.tokens[0, :3].tolist() == [5, 7, 9]
     assert found.parents[0, :3].tolist() == [-1, 0, 1]
     assert found.depths[0, :3].tolist() == [1, 2, 3]
-    assert found.survival[0, :3].tolist() == pytest.approx([0.6, 0.5, 0.1])
+    assert found.survival[0, :3].tolist() == pytest.approx([0.5, 0.4, 0.2])
+    assert chain_of(given, 2).tokens[0, :2].tolist() == [5, 7]
+    assert chain_of(given, 1).tokens[0, :1].tolist() == [6]
+    assert chain_of(DraftTree.empty(1), 4).width == 0
 
 
 def run_of(*accepted: int, seconds: float = 1.0) -> Run:
@@ -57,7 +60,8 @@ def test_a_block_continues_a_chain_at_its_end(tmp_path: Path) -> None:
     changes = {"drafter": "specblock", "drafter_path": save_drafter(tmp_path / "drafter", assembly)}
     weights = assemble(assembly.config.model_copy(update=changes)).weights
     assert weights is not None
-    grow = chain_weights(weights).network.ops.grow_lattice
+    assert chain_weights(weights, 9).blocks == -(-9 // weights.network.config.block_size)
+    grow = chain_weights(weights, 4).network.ops.grow_lattice
     tokens, predicted = torch.arange(6).view(1, 1, 2, 3), torch.tensor([0.5, 0.4, 0.1]).expand(1, 1, 2, 3)
     trust = torch.ones(2, 3)
     first, picked = grow(StartNodes.root(1, torch.device("cpu")), tokens, predicted, trust, 0, 0.01, 1)
