@@ -9,6 +9,7 @@ questions      behind one system prompt, four at a time and one after the other
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from statistics import median
 from typing import NamedTuple
 
 from benchmarks.shared import in_one_line, read_chats
@@ -73,7 +74,8 @@ def questions(asker: Asker, texts: Sequence[str], at_once: int) -> list[Asked]:
 
 def row_of(asked: Sequence[Asked]) -> Row:
     """Return the number of prompt tokens: all, found, read, and new, with which no earlier prompt and answer begins;
-    how often the tokens were read with which all prompts begin, and the number of accepted drafts."""
+    how often the tokens were read with which all prompts begin, the median time to the first token, and the number of
+    accepted drafts."""
     texts = [[*one.prompt, *one.answer.token_ids] for one in asked]
     known = [max((common_length(text, one.prompt) for text in texts[:at]), default=0) for at, one in enumerate(asked)]
     total, found = sum(len(one.prompt) for one in asked), sum(one.found for one in asked)
@@ -81,7 +83,13 @@ def row_of(asked: Sequence[Asked]) -> Row:
     times = sum(max(0, shared - one.found) for one in asked) / shared
     counts = {"prompt_tokens": total, "found": found, "read": total - found, "new": new, "shared": shared}
     ratios = {"read_over_new": round((total - found) / new, 4), "times_shared_is_read": round(times, 4)}
-    return {**counts, **ratios, "accepted": sum(sum(one.answer.accepted_per_step) for one in asked)}
+    first = 1000 * median(one.answer.first_token_seconds for one in asked)
+    return {
+        **counts,
+        **ratios,
+        "median_ttft_ms": round(first, 1),
+        "accepted": sum(sum(one.answer.accepted_per_step) for one in asked),
+    }
 
 
 def run(loaded: LoadedConfig, max_tokens: AnswerTokens = 32, out: Out = None) -> bool:
