@@ -22,26 +22,10 @@ from benchmarks.quality import COVERED, quality_of
 from drafters.decision import RegretLedger
 from drafters.tree import MAX_NODES
 from service.assembly import Assembly
+from service.bench import experiment
 from service.bench.commands import Concurrency, Out, PromptFiles, Seed, Temperatures
 from service.bench.driver import Run, TimedStep, generate
-from service.bench.experiment import (
-    PLAIN,
-    Column,
-    Contestant,
-    Measure,
-    Row,
-    conclude,
-    counted,
-    decode_tokens_per_second,
-    mismatches,
-    plain_engine,
-    prepare,
-    read_sets,
-    table_of,
-    take_turns,
-    tau,
-    warm_up,
-)
+from service.bench.experiment import PLAIN, Column, Contestant, Measure, Row
 from service.config import LoadedConfig
 from service.engine.budget import FixedBudget
 from service.errors import StartupError
@@ -133,11 +117,13 @@ def run(
     for kind in compared:
         folder = kind.folder or loaded.config.drafter_path
         update = {"drafter": kind.name, "max_budget": largest, "drafter_path": folder}
-        assembly = prepare(loaded.config.model_copy(update=update), out)
-        sets = read_sets(assembly, prompts, queries, max_tokens)
+        assembly = experiment.prepare(loaded.config.model_copy(update=update), out)
+        sets = experiment.read_sets(assembly, prompts, queries, max_tokens)
         rows += _rows_of(assembly, kind, list(chain.from_iterable(one.prompts for one in sets)), measures, budgets)
     mismatched = sum(row["mismatched_tokens"] for row in rows)
-    return conclude(assembly, out, rows, {"kinds": len(compared), "mismatched_tokens": mismatched}, *tables_of(rows))
+    return experiment.conclude(
+        assembly, out, rows, {"kinds": len(compared), "mismatched_tokens": mismatched}, *tables_of(rows)
+    )
 
 
 def _rows_of(
@@ -148,7 +134,7 @@ def _rows_of(
     budgets: Sequence[int | None],
 ) -> list[Row]:
     """Return one row per temperature and budget. Runs without the noise come last: drafters learn from them."""
-    plain: Contestant = partial(generate, plain_engine(assembly))
+    plain: Contestant = partial(generate, experiment.plain_engine(assembly))
     drafters: list[SteeredDrafter] = []
     contestants: dict[str, Contestant] = {}
     for nodes in budgets:
@@ -158,13 +144,15 @@ def _rows_of(
         policy = None if nodes is None else FixedBudget(nodes)
         engine = assembly.engine(drafters[-1].as_drafter(), policy, ledger=ledger)
         contestants[SERVED if nodes is None else str(nodes)] = partial(generate, engine)
-    warm_up({PLAIN: plain, **contestants}, prompts[0], measures[0])
-    with counted(len(measures) * len(prompts), kind.title) as advance:
-        runs = [take_turns(prompts, {PLAIN: plain, **contestants}, measure, advance) for measure in measures]
+    experiment.warm_up({PLAIN: plain, **contestants}, prompts[0], measures[0])
+    with experiment.counted(len(measures) * len(prompts), kind.title) as advance:
+        runs = [experiment.take_turns(prompts, {PLAIN: plain, **contestants}, measure, advance) for measure in measures]
     quality = _quality(assembly, prompts, measures)
     for drafter in drafters:
         drafter.hides_noise = True
-    blind = [take_turns(prompts, contestants, measure) if measure.temperature else {} for measure in measures]
+    blind = [
+        experiment.take_turns(prompts, contestants, measure) if measure.temperature else {} for measure in measures
+    ]
     return [
         {
             **{"kind": kind.title, "temperature": measure.temperature, "nodes": nodes},
@@ -182,7 +170,7 @@ def _quality(assembly: Assembly, prompts: Sequence[Sequence[int]], measures: Seq
     engine = assembly.engine(recorder.as_drafter(), FixedBudget(assembly.limits.max_budget))
     found = []
     for measure in measures:
-        take_turns(prompts, {OBSERVED: partial(generate, engine)}, measure)
+        experiment.take_turns(prompts, {OBSERVED: partial(generate, engine)}, measure)
         found.append(quality_of(recorder.take()))
     return found
 
@@ -197,8 +185,8 @@ def figures_of(runs: Sequence[Run], plain: Sequence[Run], withheld: Sequence[Run
     plain_seconds = fmean(step.seconds for step in without)
     return {
         "tokens": sum(run.num_tokens for run in runs),
-        "tau": tau(runs),
-        "tau_withheld": tau(withheld) if withheld else None,
+        "tau": experiment.tau(runs),
+        "tau_withheld": experiment.tau(withheld) if withheld else None,
         "alpha": _alpha([count for run in runs for answer in run.answers for count in answer.accepted_per_step]),
         "mean_nodes": _mean([step.stats.drafted_nodes for step in drafted]),
         "draft_milliseconds": 1000 * _mean([step.stats.draft_seconds for step in drafted]),
@@ -207,8 +195,9 @@ def figures_of(runs: Sequence[Run], plain: Sequence[Run], withheld: Sequence[Run
         "drafting_cost": _mean([step.stats.draft_seconds + step.stats.follow_seconds for step in drafted])
         / plain_seconds,
         "step_cost": _mean([step.seconds for step in drafted]) / plain_seconds,
-        "speedup": decode_tokens_per_second(runs) / decode_tokens_per_second(plain),
-        "mismatched_tokens": mismatches(plain, runs) + (mismatches(plain, withheld) if withheld else 0),
+        "speedup": experiment.decode_tokens_per_second(runs) / experiment.decode_tokens_per_second(plain),
+        "mismatched_tokens": experiment.mismatches(plain, runs)
+        + (experiment.mismatches(plain, withheld) if withheld else 0),
     }
 
 
@@ -232,8 +221,8 @@ def tables_of(rows: Sequence[Row]) -> tuple[Table, Table]:
         return row["kind"], row["temperature"]
 
     first = list({group(row): row for row in reversed(rows)}.values())[::-1]
-    known = table_of((*_NAMES, *_QUALITY), first, caption=_QUALITY_CAPTION, section=lambda row: row["kind"])
-    return known, table_of((*_NAMES, *_SPEED), rows, caption=_SPEED_CAPTION, section=group)
+    known = experiment.table_of((*_NAMES, *_QUALITY), first, caption=_QUALITY_CAPTION, section=lambda row: row["kind"])
+    return known, experiment.table_of((*_NAMES, *_SPEED), rows, caption=_SPEED_CAPTION, section=group)
 
 
 def _number(value: float | None) -> str:

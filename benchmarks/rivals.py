@@ -31,21 +31,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.fleets import free_port
 from drafters.files import replace_file, replacing
+from service.bench import experiment
 from service.bench.commands import AnswerTokens, MorePromptFiles, PromptFiles, Seed, names, numbers
 from service.bench.driver import Run
-from service.bench.experiment import (
-    PLAIN,
-    Column,
-    Row,
-    counted,
-    figures_of,
-    in_turn,
-    mismatches,
-    report,
-    shown,
-    speed_ratio,
-    table_of,
-)
+from service.bench.experiment import PLAIN, Column, Row, shown, speed_ratio
 from service.bench.serve import batches_of, bodies_of, sending_to
 from service.bench.servers import HttpClient, Json, Process, came_true, one_server
 from service.conditions import Conditions, surroundings
@@ -188,7 +177,7 @@ def run(
     if any(len(bodies) != limit or "messages" not in body for bodies in cells[0].sets.values() for body in bodies):
         raise StartupError(f"--prompts: give files of at least {limit} chats each, or lower --limit")
     (out / "cells").mkdir(parents=True, exist_ok=True)
-    with counted(len(cells)) as advance:
+    with experiment.counted(len(cells)) as advance:
         for cell in cells:
             advance(0, cell.title)
             file = cell.file(loaded.config, out)
@@ -199,8 +188,8 @@ def run(
             advance(1)
     summary = {"mismatched_tokens": sum(row.get("mismatched_tokens", 0) for row in rows)}
     settings: Conditions = {"model": loaded.config.model, "threads": loaded.config.num_threads}
-    table = table_of(_COLUMNS, rows, caption=_CAPTION, section=itemgetter("sampling", "clients", "beside"))
-    return report({**surroundings(), **settings}, out / "rivals.json", rows, summary, table)
+    table = experiment.table_of(_COLUMNS, rows, caption=_CAPTION, section=itemgetter("sampling", "clients", "beside"))
+    return experiment.report({**surroundings(), **settings}, out / "rivals.json", rows, summary, table)
 
 
 def chosen_modes(text: str) -> dict[str, Sequence[str]]:
@@ -238,7 +227,7 @@ def measured(config: ServiceConfig, cell: Cell, folder: Path) -> list[Row]:
                     continue
                 servers[f"{cell.engine} {mode}"] = _Server(mode, url, process.running.pid, cell)
             sending = {name: server.send for name, server in servers.items()}
-            rows = _rows_of(cell, in_turn(batches_of(cell.bodies, cell.clients), sending))
+            rows = _rows_of(cell, experiment.in_turn(batches_of(cell.bodies, cell.clients), sending))
         except StartupError as error:
             rows, failures = [], dict.fromkeys(cell.modes, str(error)[-1000:])
         for row, server in zip(rows, servers.values(), strict=False):
@@ -293,7 +282,7 @@ def _rows_of(cell: Cell, runs: Mapping[str, Sequence[Run]]) -> list[Row]:
         is_theirs = name.startswith(f"{cell.engine} ")
         own = runs.get(f"{cell.engine} {PLAIN}") if is_theirs else runs[PLAIN]
         row: Row = {"engine": cell.engine if is_theirs else OURS, "mode": name.removeprefix(f"{cell.engine} ")}
-        row |= figures_of(mine)
+        row |= experiment.figures_of(mine)
         row |= {f"{ours}_over": speed_ratio(runs[ours], mine) for ours in (PLAIN, DEFAULT)}
         if own is not None:
             row |= {"over_own_plain": speed_ratio(mine, own), "same_as_own_plain": _same(mine, own)}
@@ -301,7 +290,7 @@ def _rows_of(cell: Cell, runs: Mapping[str, Sequence[Run]]) -> list[Row]:
         if cell.clients == 1:
             row["by_set"] = {name: _of_set(at, len(cell.sets), mine, runs) for at, name in enumerate(cell.sets)}
         if not is_theirs:
-            row["mismatched_tokens"] = mismatches(runs[PLAIN], mine)
+            row["mismatched_tokens"] = experiment.mismatches(runs[PLAIN], mine)
         rows.append(row)
     return rows
 

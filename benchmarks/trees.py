@@ -29,26 +29,10 @@ from kernels.lattice import Lattice, Picked, StartNodes
 from kernels.ops import Ops
 from kernels.trees import accumulated, ancestor_matrix, likeliest_nodes
 from service.assembly import Assembly
+from service.bench import experiment
 from service.bench.commands import AnswerTokens, MorePromptFiles, Out, PromptFiles, Seed, Temperatures, numbers
 from service.bench.driver import Run, generate
-from service.bench.experiment import (
-    PLAIN,
-    Contestant,
-    Measure,
-    Row,
-    conclude,
-    counted,
-    mismatches,
-    plain_engine,
-    prepare,
-    rate_ratio,
-    read_sets,
-    speed_ratio,
-    table_of,
-    take_turns,
-    tau,
-    warm_up,
-)
+from service.bench.experiment import PLAIN, Contestant, Measure, Row, rate_ratio, speed_ratio
 from service.config import LoadedConfig
 from service.engine.budget import FixedBudget
 
@@ -119,14 +103,14 @@ def run(
         folder = kind.folder or loaded.config.drafter_path
         largest = max(loaded.config.max_budget, *counts)
         changes = {"drafter": kind.name, "drafter_path": folder, "max_budget": largest, "budget_policy": "fixed"}
-        assembly = prepare(loaded.config.model_copy(update=changes), out)
-        sets = read_sets(assembly, (*prompts, *(more_prompts or ())), limit, max_tokens)
+        assembly = experiment.prepare(loaded.config.model_copy(update=changes), out)
+        sets = experiment.read_sets(assembly, (*prompts, *(more_prompts or ())), limit, max_tokens)
         chosen = list(chain.from_iterable(one.prompts for one in sets))
         rows += _rows_of(assembly, kind, chosen, measures, counts)
     differ = sum(row["mismatched_tokens"] for row in rows)
     columns = [(name, partial(cell_of, name)) for name in rows[0] if name != "mismatched_tokens"]
-    table = table_of(columns, rows, caption=_CAPTION, section=lambda row: (row["kind"], row["temperature"]))
-    return conclude(assembly, out, rows, {"mismatched_tokens": differ, "prompts": len(chosen)}, table)
+    table = experiment.table_of(columns, rows, caption=_CAPTION, section=lambda row: (row["kind"], row["temperature"]))
+    return experiment.conclude(assembly, out, rows, {"mismatched_tokens": differ, "prompts": len(chosen)}, table)
 
 
 def _rows_of(
@@ -137,7 +121,7 @@ def _rows_of(
     counts: Sequence[int],
 ) -> list[Row]:
     """Return a row for each temperature and number of nodes."""
-    contestants: dict[str, Contestant] = {PLAIN: partial(generate, plain_engine(assembly))}
+    contestants: dict[str, Contestant] = {PLAIN: partial(generate, experiment.plain_engine(assembly))}
     drafters: list[SteeredDrafter] = []
     for shape, count in (*product((TREE, CHAIN), counts), (AGAIN, counts[-1])):
         weights, steer = assembly.weights, SteeredDrafter if shape != CHAIN else Chains
@@ -147,13 +131,13 @@ def _rows_of(
         vars(drafters[-1]).update(hides_times=True, count=count)
         engine = assembly.engine(drafters[-1].as_drafter(), FixedBudget(count))
         contestants[f"{shape} {count}"] = partial(generate, engine)
-    warm_up(contestants, prompts[0], measures[0])
+    experiment.warm_up(contestants, prompts[0], measures[0])
     runs = list[dict[str, list[Run]]]()
-    with counted(len(measures) * len(prompts), kind.title) as advance:
+    with experiment.counted(len(measures) * len(prompts), kind.title) as advance:
         for measure in measures:
             for drafter in drafters:
                 drafter.drafter.forget()
-            runs.append(take_turns(prompts, contestants, measure, advance))
+            runs.append(experiment.take_turns(prompts, contestants, measure, advance))
     return [
         {"kind": kind.title, "temperature": measure.temperature, "nodes": count, **compared(mine, count, counts)}
         for measure, mine in zip(measures, runs, strict=True)
@@ -169,8 +153,8 @@ def compared(runs: Mapping[str, Sequence[Run]], count: int, counts: Sequence[int
     fastest = max(chains, key=lambda depth: speed_ratio(chains[depth], runs[PLAIN])[0])
     more, fewer, p = sign_test(tree, deepest)
     return {
-        "tree_tokens": tau(tree),
-        "chain_tokens": tau(deepest),
+        "tree_tokens": experiment.tau(tree),
+        "chain_tokens": experiment.tau(deepest),
         "tree_nodes": _nodes(tree),
         "chain_nodes": _nodes(deepest),
         "tokens": rate_ratio(_rates(tree), _rates(deepest)),
@@ -182,7 +166,7 @@ def compared(runs: Mapping[str, Sequence[Run]], count: int, counts: Sequence[int
         "tree_over_plain": speed_ratio(tree, runs[PLAIN]),
         "chain_over_plain": speed_ratio(chains[fastest], runs[PLAIN]),
         "noise": speed_ratio(runs[f"{AGAIN} {counts[-1]}"], runs[f"{TREE} {counts[-1]}"]),
-        "mismatched_tokens": sum(mismatches(runs[PLAIN], some) for some in (tree, deepest)),
+        "mismatched_tokens": sum(experiment.mismatches(runs[PLAIN], some) for some in (tree, deepest)),
     }
 
 
