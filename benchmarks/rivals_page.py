@@ -16,7 +16,7 @@ from benchmarks.rivals import cell_of
 from service.bench.experiment import Row, shown
 
 DOCS = Path(__file__).parents[1] / "docs"
-_MARKED = re.compile(r"(<!-- (\w+) -->\n).*?(?=<!-- end -->)", re.DOTALL)
+_MARKED = re.compile(r"(<!-- (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 _WIDTH = 32  # characters of the longest bar
 _RUNS = [f"rivals-cpu-{number}.json" for number in (1, 2, 3)]
 
@@ -151,7 +151,7 @@ PARTS: Mapping[str, Callable[[], str]] = {
 
 def written(page: str) -> str:
     """Return a page with the tables and charts between its marks as the results say."""
-    return _MARKED.sub(lambda found: found[1] + PARTS[found[2]](), page)
+    return _MARKED.sub(lambda found: found[1] + PARTS[found[2]]() + found[3], page)
 
 
 if __name__ == "__main__":
