@@ -1,5 +1,5 @@
-"""`python -m benchmarks.rivals_page`: writes the tables and charts of docs/rivals.md, between its marks, from
-docs/results.
+"""`python -m benchmarks.rivals_page`: writes the tables and charts of docs/rivals.md and of the README, between their
+marks, from docs/results.
 
 Figures of several runs are their median, with the least and the largest in parentheses; other brackets are 95 %
 intervals.
@@ -16,6 +16,7 @@ from benchmarks.rivals import cell_of
 from service.bench.experiment import Row, shown
 
 DOCS = Path(__file__).parents[1] / "docs"
+PAGES = DOCS / "rivals.md", DOCS.parent / "README.md"
 _MARKED = re.compile(r"(<!-- (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 _WIDTH = 32  # characters of the longest bar
 _RUNS = [f"rivals-cpu-{number}.json" for number in (1, 2, 3)]
@@ -97,7 +98,9 @@ def modes_table(name: str) -> str:
     """All modes of a result, beside their engine's own plain decoding and ours."""
     rows = [row for row in rows_of(name) if row["engine"] == row["beside"]]
     keys = "clients", "output_throughput", "over_own_plain", "plain_over", "default_over"
-    lines = ([_name(row), _way(row), *(cell_of(key, row) for key in keys), _short(row)] for row in rows)
+    lines = (
+        [_name(row), _way(row), *(cell_of(key, row) for key in keys), cell_of("failure", row)[-80:]] for row in rows
+    )
     titles = (
         "mode",
         "sampling",
@@ -110,16 +113,19 @@ def modes_table(name: str) -> str:
     return table([*titles, "fails"], lines)
 
 
-def _short(row: Row) -> str:
-    return str(row.get("failure", "")).strip().rpartition("\n")[2][:80]
+def _sets() -> dict[str, Row]:
+    return {name: one for row in rows_of("rivals-sets-cpu.json")[-1:] for name, one in row["by_set"].items()}
+
+
+def sets_chart() -> str:
+    """Ours by default over another engine, by set of prompts."""
+    return bars({name: one["default_over"][0] for name, one in _sets().items()})
 
 
 def sets_table() -> str:
-    """Ours without drafts and by default over another engine, by set of prompts, and bars of the latter."""
-    sets = {name: one for row in rows_of("rivals-sets-cpu.json")[-1:] for name, one in row["by_set"].items()}
-    lines = ([name, *(shown(one[key]) for key in ("plain_over", "default_over"))] for name, one in sets.items())
-    chart = bars({name: one["default_over"][0] for name, one in sets.items()})
-    return f"{table(['prompts', 'without drafts', 'default'], lines)}\n{chart}"
+    """Ours without drafts and by default over another engine, by set of prompts."""
+    lines = ([name, *(shown(one[key]) for key in ("plain_over", "default_over"))] for name, one in _sets().items())
+    return table(["prompts", "without drafts", "default"], lines)
 
 
 def trees_table() -> str:
@@ -145,6 +151,7 @@ PARTS: Mapping[str, Callable[[], str]] = {
     "speed": speed_chart,
     **{name: partial(modes_table, f"rivals-{name}-cpu.json") for name in ("search", "clients", "deep")},
     "sets": sets_table,
+    "chart": sets_chart,
     "trees": trees_table,
 }
 
@@ -155,5 +162,5 @@ def written(page: str) -> str:
 
 
 if __name__ == "__main__":
-    file = DOCS / "rivals.md"
-    file.write_text(written(file.read_text()))
+    for file in PAGES:
+        file.write_text(written(file.read_text()))
