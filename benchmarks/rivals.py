@@ -388,7 +388,4 @@ _COLUMNS: tuple[Column, ...] = (
     *((name, partial(cell_of, name)) for name in _FIGURES),
     ("failure", lambda row: row.get("failure", "").strip().rpartition("\n")[2][:60]),
 )
-_CAPTION = (
-    "figures have the names of vllm bench serve; default_over, plain_over: ours with default settings and without drafts "
-    "over the engine in the row; same_as: answers with the same text as its own plain decoding and as ours"
-)
+_CAPTION = "names of vllm bench serve; ..._over: ours over the engine in the row; same_as: answers with the same text"
