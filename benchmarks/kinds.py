@@ -5,7 +5,7 @@ turns with it at every budget. Steps that read prompts are left out. How well a 
 run, because recording takes time.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, pairwise
@@ -52,7 +52,7 @@ class Kind:
 def kinds_of(names: str) -> list[Kind]:
     """Parse KIND[=FOLDER],... Raises StartupError."""
     kinds: dict[str, Kind] = {}
-    for part in _parts(names):
+    for part in filter(None, map(str.strip, names.split(","))):
         name, _, folder = part.partition("=")
         kind = Kind(name, Path(folder) if folder else None)
         if kinds.setdefault(kind.title, kind) != kind:
@@ -60,19 +60,6 @@ def kinds_of(names: str) -> list[Kind]:
     if not kinds:
         raise StartupError("--kinds names no drafter: give some, as in memory,specblock=./my-drafter")
     return list(kinds.values())
-
-
-def _parts(names: str) -> Iterator[str]:
-    """Split at commas outside of parentheses."""
-    part, depth = "", 0
-    for character in f"{names},":
-        depth += (character == "(") - (character == ")")
-        if character != "," or depth > 0:
-            part += character
-            continue
-        if part.strip():
-            yield part.strip()
-        part = ""
 
 
 def budgets_of(nodes: str) -> list[int | None]:

@@ -14,7 +14,7 @@ OUTSIDE_KERNELS = modules("service", "adaptation", "drafters")
 
 CODE_LINES = {
     "product": (PRODUCT, 35_204),
-    BENCHMARKS: (modules(BENCHMARKS), 7_005),
+    BENCHMARKS: (modules(BENCHMARKS), 6_993),
     "tests": (modules("tests"), 40_309),
 }
 """At most so many lines of code (no blank lines, comments, docstrings) in these files."""

@@ -56,7 +56,7 @@ def test_the_command_compares_kinds(run: Callable[..., tuple[int, str]], tmp_pat
     sizes = "--load-dtype float32 --threads 1 --kv-cache 10MiB --max-model-len 256 --budget-policy fixed"
     code, output = run(
         *(*words.split(), *sizes.split(), "--model", folder, "--state-dir", tmp_path),
-        *("--kinds", f"memory,specblock(uniform)={drafter},draft_model={folder}"),
+        *("--kinds", f"memory,specblock={drafter},draft_model={folder}"),
         *("--prompts", prompt_file, "--out", out),
     )
     assert code == 0, output
@@ -64,7 +64,7 @@ def test_the_command_compares_kinds(run: Callable[..., tuple[int, str]], tmp_pat
     assert report["summary"] == {"kinds": 3, "mismatched_tokens": 0}
     assert [(row["kind"], row["temperature"], row["nodes"]) for row in report["rows"]] == [
         (kind, temperature, nodes)
-        for kind in ("memory", "specblock(uniform)=drafter", "draft_model=model")
+        for kind in ("memory", "specblock=drafter", "draft_model=model")
         for temperature in (0.0, 0.8)
         for nodes in ("4", "served")
     ]
