@@ -33,6 +33,9 @@ from service.errors import StartupError
 SERVED, OBSERVED = "served", "observed"
 """SERVED stands for a number of nodes: the budget as it is configured."""
 
+KindNames = Annotated[
+    str, typer.Option(metavar="KIND[=FOLDER],...", help="Drafters to compare, each with the weights in its folder.")
+]
 _DEEPEST = 8  # depths whose acceptance is reported
 
 
@@ -79,10 +82,7 @@ def budgets_of(nodes: str) -> list[int | None]:
 
 def run(
     loaded: LoadedConfig,
-    kinds: Annotated[
-        str,
-        typer.Option(metavar="KIND[=FOLDER],...", help="Drafters to compare, each with the weights in its folder."),
-    ],
+    kinds: KindNames,
     prompts: PromptFiles,
     queries: Annotated[int, typer.Option(min=1, help="Prompts of each file.")] = 16,
     concurrency: Concurrency = 1,

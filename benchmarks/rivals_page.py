@@ -149,7 +149,7 @@ PARTS: Mapping[str, Callable[[], str]] = {
     "main": main_table,
     "engines": engines_table,
     "speed": speed_chart,
-    **{name: partial(modes_table, f"rivals-{name}-cpu.json") for name in ("search", "clients", "deep")},
+    **{name: partial(modes_table, f"rivals-{name}-cpu.json") for name in ("search", "clients")},
     "sets": sets_table,
     "chart": sets_chart,
     "trees": trees_table,

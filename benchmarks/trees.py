@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from benchmarks.draft_records import SteeredDrafter
-from benchmarks.kinds import Kind, kinds_of
+from benchmarks.kinds import Kind, KindNames, kinds_of
 from benchmarks.rivals import cell_of
 from drafters.network.blocks import TrainedWeights
 from drafters.protocol import Noise
@@ -82,10 +82,7 @@ def chain_weights(weights: TrainedWeights, count: int) -> TrainedWeights:
 
 def run(
     loaded: LoadedConfig,
-    kinds: Annotated[
-        str,
-        typer.Option(metavar="KIND[=FOLDER],...", help="Drafters to compare, each with the weights in its folder."),
-    ],
+    kinds: KindNames,
     prompts: PromptFiles,
     more_prompts: MorePromptFiles = None,
     limit: Annotated[int, typer.Option(min=1, help="Prompts of each file.")] = 5,
@@ -147,7 +144,7 @@ def _rows_of(
 
 def compared(runs: Mapping[str, Sequence[Run]], count: int, counts: Sequence[int]) -> Row:
     """Compare trees of so many nodes with chains of as many in tokens a forward, and with the fastest chain of at most
-    as many in tokens a second; also chains with the same plain decoding."""
+    as many in tokens a second, and both with plain decoding."""
     tree, deepest = runs[f"{TREE} {count}"], runs[f"{CHAIN} {count}"]
     chains = {depth: runs[f"{CHAIN} {depth}"] for depth in counts if depth <= count}
     fastest = max(chains, key=lambda depth: speed_ratio(chains[depth], runs[PLAIN])[0])
