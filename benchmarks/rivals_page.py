@@ -19,7 +19,7 @@ DOCS = Path(__file__).parents[1] / "docs"
 PAGES = DOCS / "rivals.md", DOCS.parent / "README.md"
 _MARKED = re.compile(r"(<!-- (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 _WIDTH = 32  # characters of the longest bar
-_RUNS = [f"rivals-cpu-{number}.json" for number in (1, 2, 3)]
+_RUNS = [*(f"rivals-cpu-{number}.json" for number in (1, 2, 3)), "rivals-vllm-cpu.json"]
 
 
 def rows_of(name: str) -> list[Row]:
@@ -50,7 +50,8 @@ def _name(row: Row) -> str:
 
 
 def _ratio(values: Sequence[float]) -> str:
-    return f"{median(values):.2f} ({min(values):.2f}-{max(values):.2f})" if values else ""
+    spread = f" ({min(values):.2f}-{max(values):.2f})" if len(values) > 1 else ""
+    return f"{median(values):.2f}{spread}" if values else ""
 
 
 def _runs() -> dict[str, dict[str, list[Row]]]:
@@ -149,7 +150,7 @@ PARTS: Mapping[str, Callable[[], str]] = {
     "main": main_table,
     "engines": engines_table,
     "speed": speed_chart,
-    **{name: partial(modes_table, f"rivals-{name}-cpu.json") for name in ("search", "clients")},
+    **{name: partial(modes_table, f"rivals-{name}-cpu.json") for name in ("search", "clients", "deep")},
     "sets": sets_table,
     "chart": sets_chart,
     "trees": trees_table,
