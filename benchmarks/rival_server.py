@@ -57,8 +57,8 @@ def serve_llama_cpp(model: str, port: int, clients: int, options: dict[str, Any]
 
 
 def serve_vllm(model: str, port: int, clients: int, options: dict[str, Any]) -> None:
-    """Become the server of vLLM. Options are those of its command line, and the number of `cores` that compute."""
-    cores = sorted(os.sched_getaffinity(0))[: options.pop("cores", int(os.environ.pop("OMP_NUM_THREADS")))]
+    """Become the server of vLLM. Options are those of its command line."""
+    cores = sorted(os.sched_getaffinity(0))[: int(os.environ.pop("OMP_NUM_THREADS"))]
     os.environ["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, cores))
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     libraries = [path for name in ("libiomp5.so", "libtcmalloc*.so*") for path in Path(sys.prefix, "lib").glob(name)]

@@ -19,7 +19,7 @@ DOCS = Path(__file__).parents[1] / "docs"
 PAGES = DOCS / "rivals.md", DOCS.parent / "README.md"
 _MARKED = re.compile(r"(<!-- (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 _WIDTH = 32  # characters of the longest bar
-_RUNS = [*(f"rivals-cpu-{number}.json" for number in (1, 2, 3)), "rivals-vllm-cpu.json"]
+_RUNS = [f"rivals-cpu-{number}.json" for number in (1, 2, 3)]
 
 
 def rows_of(name: str) -> list[Row]:
@@ -150,7 +150,7 @@ PARTS: Mapping[str, Callable[[], str]] = {
     "main": main_table,
     "engines": engines_table,
     "speed": speed_chart,
-    **{name: partial(modes_table, f"rivals-{name}-cpu.json") for name in ("search", "clients", "deep")},
+    **{name: partial(modes_table, f"rivals-{name}-cpu.json") for name in ("search", "clients", "clients16", "deep")},
     "sets": sets_table,
     "chart": sets_chart,
     "trees": trees_table,
