@@ -147,7 +147,7 @@ def run(
     out: Annotated[Path, typer.Option(metavar="FOLDER", help="For environments, cells and the table.")],
     files: MorePromptFiles = None,
     engines: Annotated[
-        str, typer.Option(metavar="NAME[:MODE/...],...", help="Of these engines; unset: all, in all modes.")
+        str, typer.Option(metavar="NAME[:MODE+...],...", help="Of these engines; unset: all, in all modes.")
     ] = ",".join(RIVALS),
     sampling: Annotated[
         str, typer.Option(metavar="JSON;...", help="Fields of all requests, for each way of sampling.")
@@ -192,7 +192,7 @@ def chosen_modes(text: str) -> dict[str, Sequence[str]]:
     chosen: dict[str, Sequence[str]] = {}
     for engine, _, given in (part.partition(":") for part in names(text)):
         known = RIVALS[engine].modes if engine in RIVALS else {}
-        chosen[engine] = given.split("/") if given else list(known)
+        chosen[engine] = given.split("+") if given else list(known)
         for mode in chosen[engine] or (engine,):
             if mode not in known:
                 raise StartupError(f"--engines {mode}: give some of {', '.join(known or RIVALS)}")

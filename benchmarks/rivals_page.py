@@ -1,7 +1,7 @@
 """`python -m benchmarks.rivals_page`: writes the tables and charts of docs/rivals.md and of the README, between their
 marks, from docs/results.
 
-Figures of several runs are their median, with the least and the largest in parentheses; other brackets are 95 %
+Figures of several runs stand one after the other, in the order of the runs; bars are their median. Brackets are 95 %
 intervals.
 """
 
@@ -49,9 +49,8 @@ def _name(row: Row) -> str:
     return f"{row['engine']} {row['mode']}"
 
 
-def _ratio(values: Sequence[float]) -> str:
-    spread = f" ({min(values):.2f}-{max(values):.2f})" if len(values) > 1 else ""
-    return f"{median(values):.2f}{spread}" if values else ""
+def _ratios(rows: Iterable[Row], key: str) -> str:
+    return ", ".join(f"{row[key][0]:.2f}" for row in rows)
 
 
 def _runs() -> dict[str, dict[str, list[Row]]]:
@@ -67,10 +66,7 @@ def main_table() -> str:
     """Ours by default over each mode of each engine, by way of sampling."""
     runs = _runs()
     ways = list(dict.fromkeys(way for by_way in runs.values() for way in by_way))
-    lines = [
-        [name, *(_ratio([row["default_over"][0] for row in by_way.get(way, ())]) for way in ways)]
-        for name, by_way in runs.items()
-    ]
+    lines = [[name, *(_ratios(by_way.get(way, ()), "default_over") for way in ways)] for name, by_way in runs.items()]
     return table(["adaptree default over", *ways], lines)
 
 
@@ -80,9 +76,9 @@ def engines_table() -> str:
     for name, by_way in _runs().items():
         rows = next(iter(by_way.values()))
         keys = "output_throughput", "median_ttft_ms", "resident_megabytes"
-        figures = (f"{median(row[key] for row in rows):.0f}" if key in rows[0] else "" for key in keys)
+        figures = (", ".join(f"{row[key]:.0f}" for row in rows) for key in keys)
         texts = (f"{rows[0][key]} of {rows[0]['completed']}" for key in ("same_as_own_plain", "same_as_plain"))
-        lines.append([name, *figures, _ratio([row["over_own_plain"][0] for row in rows]), *texts])
+        lines.append([name, *figures, _ratios(rows, "over_own_plain"), *texts])
     titles = "tokens/s", "first token, ms", "MB", "over its own plain", "texts as its own plain", "as ours"
     return table(["", *titles], lines)
 
