@@ -125,11 +125,11 @@ def sets_table() -> str:
     return table(["prompts", "without drafts", "default"], lines)
 
 
-def trees_table() -> str:
+def trees_table(name: str) -> str:
     """Trees over chains of the same drafter, and bars of tokens a forward with 8 nodes."""
     keys = "tree_tokens", "chain_tokens", "tree_nodes", "chain_nodes", "tokens", "sign_test_p", "seconds"
     more = "tree_over_plain", "chain_over_plain", "noise"
-    rows = rows_of("trees-cpu.json")
+    rows = rows_of(name)
     lines = (
         [cell_of(key, row) for key in ("kind", "temperature", "nodes", *keys[:5])]
         + [f"{row['prompts_more']}:{row['prompts_fewer']}", *(cell_of(key, row) for key in (*keys[5:], *more))]
@@ -149,7 +149,8 @@ PARTS: Mapping[str, Callable[[], str]] = {
     **{name: partial(modes_table, f"rivals-{name}-cpu.json") for name in ("search", "clients", "clients16", "deep")},
     "sets": sets_table,
     "chart": sets_chart,
-    "trees": trees_table,
+    "trees": partial(trees_table, "trees-cpu.json"),
+    "trees_avx512": partial(trees_table, "trees-avx512-cpu.json"),
 }
 
 
