@@ -45,7 +45,7 @@ def measure(
 def test_transformers_answers_as_ours_does(
     measure: Callable[[str], tuple[list[Row], str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rows, output = measure("adaptree:again,transformers:plain/lookup-3")
+    rows, output = measure("adaptree:again,transformers:plain+lookup-3")
     assert [row["mode"] for row in rows] == ["plain", "default", "again", "plain", "default", "plain", "lookup-3"]
     assert all(row["same_as_plain"] == row["same_as_own_plain"] == row["completed"] == 3 for row in rows)
     assert all(row["resident_megabytes"] > 1 for row in rows)
@@ -53,7 +53,7 @@ def test_transformers_answers_as_ours_does(
     assert list(rows[0]["by_set"]) == ["prompts"]
     assert "lookup-3" in output
     monkeypatch.setattr(rivals, "measured", None)
-    assert measure("adaptree:again,transformers:plain/lookup-3")[0] == rows  # from its cells
+    assert measure("adaptree:again,transformers:plain+lookup-3")[0] == rows  # from its cells
 
 
 def test_an_engine_that_cannot_serve_the_model_says_so(measure: Callable[[str], tuple[list[Row], str]]) -> None:
