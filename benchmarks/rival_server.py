@@ -64,7 +64,7 @@ def serve_vllm(model: str, port: int, clients: int, options: dict[str, Any]) -> 
     libraries = [path for name in ("libiomp5.so", "libtcmalloc*.so*") for path in Path(sys.prefix, "lib").glob(name)]
     os.environ["LD_PRELOAD"] = ":".join(map(str, libraries))  # as its documentation asks for
     given = {"model": model, "host": "127.0.0.1", "port": port, "max-model-len": CONTEXT, "generation-config": "vllm"}
-    given["max-num-batched-tokens"] = CONTEXT * clients  # on a CPU a prompt with a seed that is read in parts ends it
+    given["max-num-batched-tokens"] = CONTEXT * clients  # it fails on a CPU when a seeded prompt is read in parts
     words = []
     for name, value in {**given, **options}.items():
         words += [f"--{name}", json.dumps(value) if isinstance(value, dict) else str(value)]

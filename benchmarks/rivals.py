@@ -59,9 +59,9 @@ class Rival(NamedTuple):
     without: tuple[str, ...] = ()  # packages that others ask for and that do not load here
 
 
-def _vllm(**speculation: str | int) -> dict[str, Any]:
+def _vllm(dtype: str = "float32", **speculation: str | int) -> dict[str, Any]:
     """Return vLLM's options. Without instructions for bf16 it reads prompts faster in float32."""
-    return {"dtype": "float32", **({"speculative-config": speculation} if speculation else {})}
+    return {"dtype": dtype, **({"speculative-config": speculation} if speculation else {})}
 
 
 RIVALS: Mapping[str, Rival] = {
@@ -105,8 +105,8 @@ RIVALS: Mapping[str, Rival] = {
             "ngram-3": _vllm(method="ngram", num_speculative_tokens=3, prompt_lookup_max=4),
             "ngram-5": _vllm(method="ngram", num_speculative_tokens=5, prompt_lookup_max=4),
             "suffix": _vllm(method="suffix", num_speculative_tokens=8),
-            "plain-bf16": {"dtype": "bfloat16"},
-            "suffix-bf16": {**_vllm(method="suffix", num_speculative_tokens=8), "dtype": "bfloat16"},
+            "plain-bf16": _vllm("bfloat16"),
+            "suffix-bf16": _vllm("bfloat16", method="suffix", num_speculative_tokens=8),
         },
         reads_gguf=False,
         without=("torchvision", "torchaudio", "torchcodec"),
